@@ -1,0 +1,92 @@
+# make demo | test | test-all | lint | format | bench | peers | native | clean
+# Needs python3 (>= 3.10) and make. A C++ compiler is used where there is one; without it the package is pure Python.
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.subquad-installed
+BUILT := build/.native-built
+PEERS := .venv-peers
+CSRC  := $(wildcard CMakeLists.txt) $(wildcard csrc/*) $(wildcard csrc/*/*)
+
+# pip must neither read a user's own packages nor ask the network whether it is the newest.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+export PYTHONNOUSERSITE := 1
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test test-all lint format bench peers setup native clean
+
+# The stamp makes the second run immediate; it is written last, so an interrupted installation starts again.
+$(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "subquad needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build --group test --group lint torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[cli]'
+	@touch $@
+
+# The native kernels, straight into the package that the editable install points at. Where they cannot be built, the
+# package works without them, unless SUBQUAD_REQUIRE_NATIVE is set. Old libraries go first: none is better than a stale one.
+$(BUILT): $(STAMP) $(CSRC)
+	@mkdir -p build
+	@rm -f src/subquad/kernels/*.so src/subquad/kernels/*.dylib
+	@export PATH="$(abspath $(BIN)):$$PATH"; \
+	if cmake --fresh -S . -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release >build/native.log 2>&1 \
+	  && cmake --build build/native >>build/native.log 2>&1 \
+	  && cmake --install build/native --prefix src >>build/native.log 2>&1; then \
+	  echo "native kernels: built"; \
+	elif [ -n "$$SUBQUAD_REQUIRE_NATIVE" ]; then \
+	  cat build/native.log; echo "native kernels: failed, and SUBQUAD_REQUIRE_NATIVE is set"; exit 1; \
+	else \
+	  tail -n 15 build/native.log; echo "native kernels: not built (see build/native.log); torch computes everything"; \
+	fi
+	@touch $@
+
+setup: $(STAMP) $(BUILT)
+
+native: $(BUILT)
+
+demo: setup
+	$(BIN)/subquad bench
+
+bench: setup
+	@mkdir -p results
+	$(BIN)/subquad bench --lengths 512,1024,2048,4096,8192,16384 --json results/bench.json
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: setup lint
+	$(BIN)/python -m pytest -n $(JOBS)
+
+# A second -m replaces the one of pyproject.toml, so this runs both kinds.
+test-all: setup lint
+	$(BIN)/python -m pytest -n $(JOBS) -m "deep or not deep"
+
+# The other libraries, in an environment of their own: they are old and must not shape ours. fast-transformers
+# compiles against the installed torch, and tries CUDA as soon as it sees nvcc, hence the bare PATH.
+$(PEERS)/.installed: pyproject.toml constraints.txt $(CSRC) $(shell find src -name '*.py')
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --group build torch numpy setuptools wheel
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --group peers
+	-env -u CUDA_HOME PATH="$(abspath $(PEERS))/bin:/usr/bin:/bin" MAX_JOBS=1 \
+	  $(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation pytorch-fast-transformers
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+peers: $(PEERS)/.installed
+	@mkdir -p results
+	$(PEERS)/bin/python benchmarks/peers.py --json results/peers.json
+
+clean:
+	rm -rf $(VENV) $(PEERS) build dist results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

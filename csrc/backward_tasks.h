@@ -1,0 +1,190 @@
+// The backward dealt out over workers.
+//
+//   full    pieces of the queries give dq and partial R; R = their sum + dS_out; pieces of the keys give dk, dv
+//   causal  one task per (batch, KV head): segments in reverse, each from its stored state
+//
+// The gradient of the incoming state is R in the incoming shift: e^{c_in - c} R.
+#pragma once
+
+#include "backward.h"
+
+namespace SQ_NS {
+
+enum BackPhase { LOAD_STATES, FULL_QUERIES, SUM_R, FULL_KEYS, KEEP_STATES, CAUSAL_BACK };
+
+struct BackwardJob {
+  const SqProblem* pr;
+  BackPhase phase;
+  long pieces, piece, query_pieces;
+  States states;  // (head): the state every query read
+  States R;       // (head, query piece)
+  bool failed;
+};
+
+static void start_R(const Head& hd, long index, const State& R, bool with_gradient) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features;
+  const bool s = with_gradient && pr.ds_out, z = with_gradient && pr.dz_out;
+  load_state(hd, R, s ? pr.ds_out + index * M * pr.width : nullptr, z ? pr.dz_out + index * M : nullptr, nullptr);
+}
+
+static void save_R(const Head& hd, long index, const State& R, const float* rho) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features, E = pr.width;
+  if (!pr.ds_in) return;
+  for (long r = 0; r < M; r++) {
+    const float by = rho ? rho[r] : 1.0f;
+    for (long e = 0; e < E; e++) pr.ds_in[(index * M + r) * E + e] = R.S[r * hd.lds + e] * by;
+    pr.dz_in[index * M + r] = R.z[r] * by;
+  }
+}
+
+static void sum_R(const BackwardJob& job, const Head& hd, long index) {
+  const SqProblem& pr = *job.pr;
+  const State whole = job.R.at(index * job.query_pieces);
+  for (long i = 1; i < job.query_pieces; i++) {
+    const State part = job.R.at(index * job.query_pieces + i);
+    for (long e = 0; e < pr.features * hd.lds; e++) whole.S[e] += part.S[e];
+    for (long r = 0; r < pr.features; r++) whole.z[r] += part.z[r];
+  }
+  if (!pr.ds_in) return;
+  const State st = job.states.at(index);
+  float* rho = whole.c;  // R has no maxima of its own
+  for (long r = 0; r < pr.features; r++) {
+    const float before = pr.c_in ? pr.c_in[index * pr.features + r] : MINUS_INF;
+    rho[r] = pr.function == SQ_EXP ? exp1(before - or_zero(st.c[r])) : 1.0f;
+  }
+  save_R(hd, index, whole, rho);
+}
+
+static bool causal_back(const Head& hd, long index, const BackWork& bw, const State& st, const State& R,
+                        KeptList& list) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features, ME = M * pr.width;
+  start_R(hd, index, R, true);
+  for (long segment = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT - 1; segment >= 0; segment--) {
+    const float* from = checkpoint_at(pr, index, segment);
+    load_state(hd, st, from, from + ME, from + ME + M);
+    const long begin = segment * SQ_SEGMENT;
+    const long end = begin + SQ_SEGMENT < pr.length_k ? begin + SQ_SEGMENT : pr.length_k;
+    list.used = 0;
+    for (long t0 = begin; t0 < end; t0 += C) walk_forward(hd, bw, st, list, t0, end - t0 < C ? end - t0 : C);
+    if (list.failed) return false;
+    for (long i = list.used - 1; i >= 0; i--) walk_back(hd, bw, R, list.items[i]);
+  }
+  save_R(hd, index, R, nullptr);
+  return true;
+}
+
+// States at the segment starts, when the forward did not keep them.
+static void keep_states(const Head& hd, long index, const Work& w, const State& st, Chunk& ch) {
+  const SqProblem& pr = *hd.pr;
+  const long ME = pr.features * pr.width;
+  load_state_in(hd, index, st);
+  for (long t0 = 0; t0 < pr.length_k; t0 += SQ_SEGMENT) {
+    float* to = checkpoint_at(pr, index, t0 / SQ_SEGMENT);
+    save_state(hd, st, to, to + ME, to + ME + pr.features);
+    absorb(hd, w, st, ch, t0, t0 + SQ_SEGMENT < pr.length_k ? t0 + SQ_SEGMENT : pr.length_k);
+  }
+}
+
+static void backward_task(void* context, int64_t task, int64_t) {
+  BackwardJob& job = *(BackwardJob*)context;
+  const SqProblem& pr = *job.pr;
+  const long index = task / job.pieces, p = task % job.pieces, M = pr.features;
+  const Head hd = head_of(pr, index);
+  if (job.phase == LOAD_STATES) {
+    load_state(hd, job.states.at(index), pr.s_out + index * M * pr.width, pr.z_out + index * M, pr.c_out + index * M);
+    return;
+  }
+  if (job.phase == SUM_R) return sum_R(job, hd, index);
+  const bool causal = job.phase == CAUSAL_BACK;
+  KeptChunk items[SQ_SEGMENT];
+  KeptList list = {items, {}, 0, 0, false};
+  Arena arena = {nullptr, 0};
+  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
+    if (pass) arena = {sq_scratch(arena.used), 0};
+    if (pass && !arena.base) {
+      job.failed = true;
+      return;
+    }
+    BackWork bw = take_back_work(arena, pr, hd.lds);
+    Chunk ch = {};
+    float *g = nullptr, *h = nullptr;
+    State st = {}, R = {};
+    if (causal || job.phase == KEEP_STATES) {
+      st = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
+      R = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
+    }
+    if (causal) {
+      for (list.ready = 0; list.ready < SQ_SEGMENT / C; list.ready++) items[list.ready] = take_kept(arena, pr, hd.lds);
+    } else {
+      ch = take_chunk(arena, pr, hd.lds, false, job.phase == FULL_QUERIES);
+      g = arena.take(C * hd.lds);
+      h = arena.take(C);
+    }
+    if (!pass) continue;
+    const long begin = p * job.piece;
+    const long total = job.phase == FULL_QUERIES ? pr.length_q : pr.length_k;
+    const long end = begin + job.piece < total ? begin + job.piece : total;
+    if (job.phase == FULL_QUERIES) {
+      const State part = job.R.at(index * job.query_pieces + p);
+      start_R(hd, index, part, p == 0);
+      full_queries(hd, bw, job.states.at(index), part, ch, g, h, begin, end);
+    } else if (job.phase == FULL_KEYS) {
+      full_keys(hd, bw, job.states.at(index), job.R.at(index * job.query_pieces), ch, begin, end);
+    } else if (job.phase == KEEP_STATES) {
+      keep_states(hd, index, bw.w, st, ch);
+    } else {
+      if (!causal_back(hd, index, bw, st, R, list)) job.failed = true;
+      for (long i = SQ_SEGMENT / C; i < list.ready; i++) free(list.owned[i]);
+    }
+  }
+}
+
+static void run_back(BackwardJob& job, BackPhase phase, long pieces, long piece) {
+  job.phase = phase;
+  job.pieces = pieces;
+  job.piece = piece;
+  sq_parallel(job.pr->batch * job.pr->heads_kv * pieces, job.pr->threads, backward_task, &job);
+}
+
+static int backward(const SqProblem* problem) {
+  SqProblem pr = *problem;
+  const long heads = pr.batch * pr.heads_kv;
+  if (heads == 0 || pr.features == 0) return SQ_OK;
+  BackwardJob job = {};
+  job.pr = &pr;
+  job.query_pieces = 1;
+  float* kept = nullptr;
+  if (pr.causal) {
+    const long segments = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
+    if (!pr.checkpoints) {
+      kept = (float*)malloc(sizeof(float) * (heads * segments * pr.features * (pr.width + 2) + 1));
+      if (!kept) return SQ_NO_MEMORY;
+      pr.checkpoints = kept;
+      run_back(job, KEEP_STATES, 1, 0);
+    }
+    run_back(job, CAUSAL_BACK, 1, 0);
+  } else {
+    job.query_pieces = pieces_for(heads, pr.length_q, 16);
+    job.states = new_states(pr, heads);
+    job.R = new_states(pr, heads * job.query_pieces);
+    if (job.states.base && job.R.base) {
+      const long piece = round_up((pr.length_q + job.query_pieces - 1) / job.query_pieces, C);
+      const long key_pieces = pieces_for(heads, pr.length_k, 16);
+      run_back(job, LOAD_STATES, 1, 0);
+      run_back(job, FULL_QUERIES, job.query_pieces, piece);
+      run_back(job, SUM_R, 1, 0);
+      if (pr.length_k > 0) run_back(job, FULL_KEYS, key_pieces, round_up((pr.length_k + key_pieces - 1) / key_pieces, C));
+    } else {
+      job.failed = true;
+    }
+  }
+  free(kept);
+  free(job.states.base);
+  free(job.R.base);
+  return job.failed ? SQ_NO_MEMORY : SQ_OK;
+}
+
+}  // namespace SQ_NS

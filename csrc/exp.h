@@ -1,0 +1,34 @@
+// exp(x) = 2^n p(f),  n = round(x / ln 2),  f = x - n ln 2 in [-ln2/2, ln2/2],  p a degree-6 minimax polynomial (3e-9).
+//
+// Relative error 1e-7 near 0, growing with |x| to 3e-7, for x in [-87, 88]. Below -87.69 the result is exactly 0, which is what a
+// masked key (x = -inf) needs; NaN stays NaN. Every argument here is shifted by a maximum, so x <= 0 in practice.
+#pragma once
+
+#include "vec.h"
+
+namespace SQ_NS {
+
+SQ_INLINE vf vexp(vf x) {
+  // 1.5 * 2^23 + 127: after the addition the low mantissa bits hold n + 127, the exponent field of 2^n.
+  const vf magic = splat(12583039.0f);
+  // n = -127 gives the bit pattern 0, the factor 0.0: underflow and -inf cost one max instead of a select.
+  x = vmax(splat(-88.02969f), x);
+  vf t = x * splat(1.44269504088896341f) + magic;
+  vf n = t - magic;
+  vf f = n * splat(-0.693147180559945286f) + x;
+  vf p = splat(0.001381459878757596f);
+  p = p * f + splat(0.008368716575205326f);
+  p = p * f + splat(0.04166838899254799f);
+  p = p * f + splat(0.1666652113199234f);
+  p = p * f + splat(0.4999999403953552f);
+  p = p * f + splat(1.0f);
+  p = p * f + splat(1.0f);
+  return p * as_float(bits(t) << 23);
+}
+
+SQ_INLINE float exp1(float x) {
+  vf v = vexp(splat(x));
+  return v[0];
+}
+
+}  // namespace SQ_NS

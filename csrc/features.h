@@ -1,0 +1,303 @@
+// From tokens to features, a chunk of up to C tokens along the lanes:
+//
+//   keys     l = +-p + bias + t,  t = square |y|^2 + tilt . y,  -inf where masked
+//            c_new = max(c, max_tokens l),  phi = e^{l - c_new},  rho = e^{c - c_new} rescales the state exactly
+//   queries  l = +-p + bias + c_new,  a = e^{l - max_features l},  Z = sum_r a_r z_r
+//   plain    phi = f(p) + epsilon on both sides, 0 where masked; c stays 0
+//
+// and back: dp = the gradient of the log features (or of f) folded over +-, dx = W^T dp.
+#pragma once
+
+#include "exp.h"
+#include "gemm.h"
+#include "hadamard.h"
+#include "panels.h"
+
+namespace SQ_NS {
+
+constexpr float MINUS_INF = -__builtin_inff();
+
+// One side's map with the head's pointers resolved.
+struct Side {
+  const float *weight, *offset, *bias, *tilt, *signs, *norms;
+  float square;
+};
+
+SQ_INLINE const float* at_head(const float* p, int64_t stride, long h) { return p ? p + h * stride : nullptr; }
+
+SQ_INLINE Side side_of(const SqMap& m, long h) {
+  return {at_head(m.weight, m.weight_head, h), at_head(m.offset, m.offset_head, h), at_head(m.bias, m.bias_head, h),
+          at_head(m.tilt, m.tilt_head, h),     at_head(m.signs, m.signs_head, h),   at_head(m.norms, m.norms_head, h),
+          m.square};
+}
+
+SQ_INLINE long vectors_for(long n) { return ((n + T - 1) / T) * NV; }
+
+SQ_INLINE float or_zero(float c) { return c == MINUS_INF ? 0.0f : c; }
+
+// p[rows][LD] = W x + offset for the panel x[dim][LD].
+static void project(const SqProblem& pr, const Side& s, const float* x, long vectors, float* p, float* work) {
+  if (pr.projection == SQ_DENSE) {
+    gemm(pr.rows, vectors, pr.dim, s.weight, pr.dim, 1, x, LD, p, LD, s.offset ? FROM_BIAS : FROM_ZERO, s.offset);
+  } else if (pr.projection == SQ_HADAMARD) {
+    hadamard(pr.rows, pr.dim, pr.blocks, s.signs, s.norms, s.offset, x, vectors, p, work);
+  } else {
+    for (long r = 0; r < pr.rows; r++) {
+      const vf o = splat(s.offset ? s.offset[r] : 0.0f);
+      for (long j = 0; j < vectors; j++) store(p + r * LD + j * VL, load(x + r * LD + j * VL) + o);
+    }
+  }
+}
+
+// dx[dim][LD] = W^T dp, the transpose of `project`.
+static void project_back(const SqProblem& pr, const Side& s, const float* dp, long vectors, float* dx, float* work) {
+  if (pr.projection == SQ_DENSE) {
+    gemm(pr.dim, vectors, pr.rows, s.weight, 1, pr.dim, dp, LD, dx, LD, FROM_ZERO);
+  } else if (pr.projection == SQ_HADAMARD) {
+    hadamard_back(pr.rows, pr.dim, pr.blocks, s.signs, s.norms, dp, vectors, dx, work);
+  } else {
+    for (long r = 0; r < pr.rows; r++) memcpy(dx + r * LD, dp + r * LD, sizeof(float) * vectors * VL);
+  }
+}
+
+// Which lanes hold a real key: 1 or 0 in real[C]. Returns how many.
+static long real_lanes(const SqProblem& pr, long b, long t0, long n, long lanes, float* real) {
+  long count = 0;
+  for (long i = 0; i < lanes; i++) {
+    const bool yes =
+        i < n && (!pr.key_mask || pr.key_mask[b * pr.mask_batch + (t0 + i) * pr.mask_token] != 0);
+    real[i] = yes ? 1.0f : 0.0f;
+    count += yes;
+  }
+  return count;
+}
+
+// t[lane] = square |y|^2 + tilt . y, -inf for lanes without a real key.
+static void key_weights(const SqProblem& pr, const Side& s, const float* y, const float* real, long vectors, float* t) {
+  // |y|^2 may be in the thousands and its rounding is an error of the whole key: sums of eight by a tree, and those
+  // with their rounding errors carried along (Knuth's two-sum).
+  for (long j = 0; j < vectors; j++) {
+    vf squares = zero(), lost = zero(), along = zero();
+    const float* col = y + j * VL;
+    for (long d0 = 0; d0 < pr.dim; d0 += 8) {
+      vf x[8];
+      SQ_UNROLL for (int i = 0; i < 8; i++) x[i] = d0 + i < pr.dim ? load(col + (d0 + i) * LD) : zero();
+      if (s.tilt) {
+        vf tilted = zero();
+        for (int i = 0; i < 8 && d0 + i < pr.dim; i++) tilted += x[i] * splat(s.tilt[d0 + i]);
+        along += tilted;
+      }
+      const vf part = ((x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3])) +
+                      ((x[4] * x[4] + x[5] * x[5]) + (x[6] * x[6] + x[7] * x[7]));
+      const vf sum = squares + part, back = sum - squares;
+      lost += (squares - (sum - back)) + (part - back);
+      squares = sum;
+    }
+    // An infinite square has no rounding error to add: inf - inf would turn it into NaN either way.
+    store(t + j * VL, s.square == 0.0f ? along : (squares + lost) * splat(s.square) + along);
+  }
+  for (long i = 0; i < vectors * VL; i++)
+    if (real[i] == 0.0f) t[i] = MINUS_INF;
+}
+
+// N exponential features of the keys over all lanes: rows p[0], p[1], ..., times `sign`. Four rows at a time keep the
+// horizontal steps cheap and the exponentials of different rows in flight together.
+template <int N>
+SQ_INLINE void key_rows(const float* p, float sign, const float* bias, const float* t, long vectors, const float* c_old,
+                        float* c_new, float* phi, float* sums) {
+  const vf sg = splat(sign);
+  vf top[4], sum[4], shift[4];
+  SQ_UNROLL for (int i = 0; i < 4; i++) top[i] = splat(MINUS_INF), sum[i] = zero();
+  for (long j = 0; j < vectors; j++) {
+    const vf tj = load(t + j * VL);
+    // A NaN key leaves the maximum alone and shows in phi instead.
+    SQ_UNROLL for (int i = 0; i < N; i++) top[i] = vmax(load(p + i * LD + j * VL) * sg + tj, top[i]);
+  }
+  const v4 tops = hmax4(top);
+  SQ_UNROLL for (int i = 0; i < N; i++) {
+    const float b = bias ? bias[i] : 0.0f;
+    c_new[i] = max1(tops[i] + b, c_old[i]);
+    shift[i] = splat(b - or_zero(c_new[i]));
+  }
+  for (long j = 0; j < vectors; j++) {
+    const vf tj = load(t + j * VL);
+    SQ_UNROLL for (int i = 0; i < N; i++) {
+      const vf e = vexp(load(p + i * LD + j * VL) * sg + (tj + shift[i]));
+      store(phi + i * LD + j * VL, e);
+      sum[i] += e;
+    }
+  }
+  const v4 totals = hsum4(sum);
+  SQ_UNROLL for (int i = 0; i < N; i++) sums[i] = totals[i];
+}
+
+SQ_INLINE vf plain_value(int function, vf p) {
+  if (function == SQ_RELU) return vmax(zero(), p);
+  if (function == SQ_ELU1) {
+    const vi above = p > zero();
+    const vi chosen = (above & bits(p + splat(1.0f))) | (~above & bits(vexp(p)));
+    return as_float(chosen);
+  }
+  return p;
+}
+
+// f'(p) from the feature's value f(p) + epsilon.
+SQ_INLINE vf plain_slope(int function, vf value, vf epsilon) {
+  const vf one = splat(1.0f), f = value - epsilon;
+  if (function == SQ_RELU) return as_float((f > zero()) & bits(one));
+  if (function == SQ_ELU1) {
+    const vi above = f > one;
+    return as_float((above & bits(one)) | (~above & bits(f)));
+  }
+  return one;
+}
+
+// phi[M][LD] of the keys from p (which may be phi itself), their sums over tokens, and the state's new maxima.
+static void key_features(const SqProblem& pr, const Side& s, const float* p, const float* t, const float* real,
+                         long vectors, const float* c_old, float* c_new, float* phi, float* sums) {
+  const long R = pr.rows;
+  if (pr.function != SQ_EXP) {
+    const vf eps = splat(pr.epsilon);
+    for (long r = 0; r < R; r++) {
+      vf sum = zero();
+      for (long j = 0; j < vectors; j++) {
+        const vi keep = load(real + j * VL) != zero();
+        const vf f = as_float(keep & bits(plain_value(pr.function, load(p + r * LD + j * VL)) + eps));
+        store(phi + r * LD + j * VL, f);
+        sum += f;
+      }
+      sums[r] = hsum(sum);
+      c_new[r] = c_old[r];
+    }
+    return;
+  }
+  // The mirrored rows first: the direct ones may overwrite p.
+  for (int mirrored = pr.antithetic ? 1 : 0; mirrored >= 0; mirrored--) {
+    const long m = mirrored ? R : 0;
+    const float sign = mirrored ? -1.0f : 1.0f;
+    long r = 0;
+    for (; r + 4 <= R; r += 4)
+      key_rows<4>(p + r * LD, sign, s.bias ? s.bias + r : nullptr, t, vectors, c_old + m + r, c_new + m + r,
+                  phi + (m + r) * LD, sums + m + r);
+    for (; r < R; r++)
+      key_rows<1>(p + r * LD, sign, s.bias ? s.bias + r : nullptr, t, vectors, c_old + m + r, c_new + m + r,
+                  phi + (m + r) * LD, sums + m + r);
+  }
+}
+
+// One panel of exponential query features; level[M] = bias + c. Its column of p is a cache line per row and stays in the
+// first-level cache between the two passes.
+template <bool ANTI>
+static void query_panel(long R, const float* p, const float* level, const float* z, float* a, float* Z) {
+  vf top[NV], total[NV];
+  SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = splat(MINUS_INF), total[n] = zero();
+  for (long r = 0; r < R; r++) {
+    const vf up = splat(level[r]);
+    SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = vmax(load(p + r * LD + n * VL) + up, top[n]);
+    if (ANTI) {
+      const vf down = splat(level[r + R]);
+      SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = vmax(down - load(p + r * LD + n * VL), top[n]);
+    }
+  }
+  SQ_UNROLL for (int n = 0; n < NV; n++) {
+    const vi empty = top[n] == splat(MINUS_INF);
+    top[n] = as_float(~empty & bits(top[n]));
+  }
+  for (long r = 0; r < R; r++) {
+    vf l[NV];
+    SQ_UNROLL for (int n = 0; n < NV; n++) l[n] = load(p + r * LD + n * VL);
+    if (ANTI) {
+      const vf down = splat(level[r + R]), weight = splat(z[r + R]);
+      SQ_UNROLL for (int n = 0; n < NV; n++) {
+        const vf e = vexp((down - top[n]) - l[n]);
+        store(a + (r + R) * LD + n * VL, e);
+        total[n] += e * weight;
+      }
+    }
+    const vf up = splat(level[r]), weight = splat(z[r]);
+    SQ_UNROLL for (int n = 0; n < NV; n++) {
+      const vf e = vexp(l[n] + (up - top[n]));
+      store(a + r * LD + n * VL, e);
+      total[n] += e * weight;
+    }
+  }
+  SQ_UNROLL for (int n = 0; n < NV; n++) store(Z + n * VL, total[n]);
+}
+
+// a[M][LD] of the queries from p (which may be a itself) and Z[lane] = sum_r a_r z_r. `level` is scratch for M floats.
+static void query_features(const SqProblem& pr, const Side& s, const float* p, long vectors, const float* c,
+                           const float* z, float* a, float* Z, float* level) {
+  const long R = pr.rows;
+  if (pr.function != SQ_EXP) {
+    const vf eps = splat(pr.epsilon);
+    for (long j = 0; j < vectors; j++) {
+      vf total = zero();
+      for (long r = 0; r < R; r++) {
+        const vf f = plain_value(pr.function, load(p + r * LD + j * VL)) + eps;
+        store(a + r * LD + j * VL, f);
+        total += f * splat(z[r]);
+      }
+      store(Z + j * VL, total);
+    }
+    return;
+  }
+  for (long r = 0; r < R; r++) {
+    const float b = s.bias ? s.bias[r] : 0.0f;
+    level[r] = b + c[r];
+    if (pr.antithetic) level[r + R] = b + c[r + R];
+  }
+  for (long j = 0; j < vectors; j += NV) {
+    if (pr.antithetic) query_panel<true>(R, p + j * VL, level, z, a + j * VL, Z + j * VL);
+    else query_panel<false>(R, p + j * VL, level, z, a + j * VL, Z + j * VL);
+  }
+}
+
+// dp[R][LD] from the features f[M][LD] and the gradient g[r][lane] + left[r] right[lane] with respect to them; dp may be
+// g. total[lane] receives the sum over features of the gradient of the log features: the gradient with respect to t.
+static void features_back(const SqProblem& pr, const float* f, const float* g, const float* left, const float* right,
+                          long vectors, float* dp, float* total) {
+  const long R = pr.rows;
+  const bool plain = pr.function != SQ_EXP, anti = pr.antithetic != 0;
+  const vf eps = splat(pr.epsilon);
+  for (long j = 0; j < vectors; j += NV) {
+    vf sum[NV], lane[NV];
+    SQ_UNROLL for (int n = 0; n < NV; n++) sum[n] = zero(), lane[n] = load(right + (j + n) * VL);
+    for (long r = 0; r < R; r++) {
+      const vf l = splat(left[r]);
+      SQ_UNROLL for (int n = 0; n < NV; n++) {
+        const long at = r * LD + (j + n) * VL;
+        const vf value = load(f + at), grad = load(g + at) + l * lane[n];
+        vf up = grad * (plain ? plain_slope(pr.function, value, eps) : value);
+        sum[n] += up;
+        if (anti) {
+          const long mirror = at + R * LD;
+          const vf down = (load(g + mirror) + splat(left[r + R]) * lane[n]) * load(f + mirror);
+          sum[n] += down;
+          up -= down;
+        }
+        store(dp + at, up);
+      }
+    }
+    SQ_UNROLL for (int n = 0; n < NV; n++) store(total + (j + n) * VL, sum[n]);
+  }
+}
+
+// sums[r] += sum_lanes f[r][lane] weight[lane].
+static void add_row_dots(long rows, const float* f, const float* weight, long vectors, float* sums) {
+  long r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    vf s[4] = {zero(), zero(), zero(), zero()};
+    for (long j = 0; j < vectors; j++) {
+      const vf w = load(weight + j * VL);
+      SQ_UNROLL for (int i = 0; i < 4; i++) s[i] += load(f + (r + i) * LD + j * VL) * w;
+    }
+    store4(sums + r, load4(sums + r) + hsum4(s));
+  }
+  for (; r < rows; r++) {
+    vf s = zero();
+    for (long j = 0; j < vectors; j++) s += load(f + r * LD + j * VL) * load(weight + j * VL);
+    sums[r] += hsum(s);
+  }
+}
+
+}  // namespace SQ_NS

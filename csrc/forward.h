@@ -1,0 +1,266 @@
+// Forward:  full    S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j) first, then O_i = (a_i S) / (a_i z) for every query
+//           causal  chunk by chunk: O = (a S + tril(a phi^T) V) / (a z + tril(a phi^T) 1), then S += phi^T V
+//
+// Work is dealt out over (batch, KV head) and, where those are few, over pieces of the sequence whose states are merged
+// in order. Full attention is cut by shape alone, so its result does not depend on the number of threads.
+#pragma once
+
+#include <stdlib.h>
+
+#include "chunk.h"
+
+namespace SQ_NS {
+
+// States of all heads, in scratch layout: S[M][lds], z[M], c[M] per slot.
+struct States {
+  float* base;
+  long slot, lds, M;
+  State at(long i) const {
+    float* p = base + i * slot;
+    return {p, p + M * lds, p + M * lds + M};
+  }
+};
+
+static States new_states(const SqProblem& pr, long count) {
+  States s = {nullptr, 0, state_stride(pr.width), (long)pr.features};
+  s.slot = round_up(s.M * s.lds + 2 * s.M, 16);
+  void* p = nullptr;
+  if (posix_memalign(&p, 64, sizeof(float) * s.slot * (count > 0 ? count : 1)) == 0) s.base = (float*)p;
+  return s;
+}
+
+static void load_state(const Head& hd, const State& st, const float* S, const float* z, const float* c) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features, E = pr.width;
+  for (long r = 0; r < M; r++) {
+    float* row = st.S + r * hd.lds;
+    if (S) memcpy(row, S + r * E, sizeof(float) * E);
+    for (long e = S ? E : 0; e < hd.lds; e++) row[e] = 0.0f;
+    st.z[r] = z ? z[r] : 0.0f;
+    st.c[r] = c ? c[r] : pr.function == SQ_EXP ? MINUS_INF : 0.0f;
+  }
+}
+
+static void load_state_in(const Head& hd, long index, const State& st) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features;
+  const bool given = pr.s_in != nullptr;
+  load_state(hd, st, given ? pr.s_in + index * M * pr.width : nullptr, given ? pr.z_in + index * M : nullptr,
+             given ? pr.c_in + index * M : nullptr);
+}
+
+static void save_state(const Head& hd, const State& st, float* S, float* z, float* c) {
+  const SqProblem& pr = *hd.pr;
+  for (long r = 0; r < pr.features; r++) memcpy(S + r * pr.width, st.S + r * hd.lds, sizeof(float) * pr.width);
+  memcpy(z, st.z, sizeof(float) * pr.features);
+  memcpy(c, st.c, sizeof(float) * pr.features);
+}
+
+static void save_state_out(const Head& hd, long index, const State& st) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features;
+  if (pr.s_out) save_state(hd, st, pr.s_out + index * M * pr.width, pr.z_out + index * M, pr.c_out + index * M);
+}
+
+// into <- into followed by later.
+static void merge_state(const Head& hd, const State& into, const State& later) {
+  const SqProblem& pr = *hd.pr;
+  for (long r = 0; r < pr.features; r++) {
+    const float c = max1(into.c[r], later.c[r]), shift = or_zero(c);
+    float mine = 1.0f, theirs = 1.0f;
+    if (pr.function == SQ_EXP) mine = exp1(into.c[r] - shift), theirs = exp1(later.c[r] - shift);
+    into.c[r] = c;
+    into.z[r] = into.z[r] * mine + later.z[r] * theirs;
+    float *a = into.S + r * hd.lds, *b = later.S + r * hd.lds;
+    for (long e = 0; e < pr.width; e += VL) store(a + e, load(a + e) * splat(mine) + load(b + e) * splat(theirs));
+  }
+}
+
+static void absorb(const Head& hd, const Work& w, const State& st, Chunk& ch, long begin, long end) {
+  for (long t0 = begin; t0 < end; t0 += C) {
+    prepare_keys(hd, w, st, t0, end - t0 < C ? end - t0 : C, ch);
+    rescale(hd, st, ch);
+    accumulate(hd, st, ch);
+  }
+}
+
+// out rows [t0, t0 + n) of query head `head` from numerators w.out[E][LD] and normalisers Z.
+static void finish(const Head& hd, const Work& w, long head, long t0, long n, const float* Z) {
+  const SqProblem& pr = *hd.pr;
+  if (pr.normalise) {
+    for (long j = 0; j < vectors_for(n); j++) {
+      const vf z = load(Z + j * VL);
+      const vi empty = z == zero();
+      const vf by = as_float((empty & bits(splat(1.0f))) | (~empty & bits(z)));
+      for (long e = 0; e < pr.width; e++) {
+        float* at = w.out + e * LD + j * VL;
+        store(at, as_float(~empty & bits(load(at) / by)));
+      }
+    }
+  }
+  unpanel(pr.out, hd.b, head, t0, n, pr.width, w.out, w.rows);
+}
+
+static void read_all(const Head& hd, const Work& w, const State& st, Chunk& ch, long g, long begin, long end) {
+  const SqProblem& pr = *hd.pr;
+  for (long t0 = begin; t0 < end; t0 += C) {
+    const long n = end - t0 < C ? end - t0 : C;
+    prepare_queries(hd, w, st.c, st.z, g, t0, n, ch.a, ch.Z);
+    gemm(pr.width, vectors_for(n), pr.features, st.S, 1, hd.lds, ch.a, LD, w.out, LD, FROM_ZERO);
+    finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z);
+  }
+}
+
+// True when splitting a failed chunk cannot help: no key at all so far, or a NaN that every row sees anyway.
+static bool hopeless(const Head& hd, const State& st, const Chunk& ch) {
+  const long M = hd.pr->features;
+  bool empty = true, poisoned = false;
+  for (long r = 0; r < M; r++) empty = empty && ch.c_new[r] == MINUS_INF, poisoned = poisoned || st.z[r] != st.z[r];
+  return poisoned || (empty && hd.pr->function == SQ_EXP);
+}
+
+static void causal_range(const Head& hd, const Work& w, const State& st, Chunk& ch, long t0, long n) {
+  const SqProblem& pr = *hd.pr;
+  if (!prepare_causal(hd, w, st, t0, n, ch) && n > 1 && !hopeless(hd, st, ch)) {
+    causal_range(hd, w, st, ch, t0, n / 2);
+    causal_range(hd, w, st, ch, t0 + n / 2, n - n / 2);
+    return;
+  }
+  rescale(hd, st, ch);
+  for (long g = 0; g < hd.groups; g++) {
+    const float *a = ch.a + g * pr.features * LD, *scores = ch.scores + g * C * LD;
+    gemm(pr.width, ch.vectors, pr.features, st.S, 1, hd.lds, a, LD, w.out, LD, FROM_ZERO);
+    for (long p = 0; p * NV < ch.vectors; p++)
+      gemm(pr.width, NV, (p + 1) * T, ch.values, 1, hd.lds, scores + p * T, LD, w.out + p * T, LD, FROM_C);
+    finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z + g * C);
+  }
+  accumulate(hd, st, ch);
+}
+
+SQ_INLINE float* checkpoint_at(const SqProblem& pr, long index, long segment) {
+  const long segments = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
+  return pr.checkpoints + (index * segments + segment) * pr.features * (pr.width + 2);
+}
+
+static void causal_scan(const Head& hd, long index, const Work& w, const State& st, Chunk& ch, long begin, long end) {
+  const SqProblem& pr = *hd.pr;
+  const long ME = pr.features * pr.width;
+  for (long t0 = begin; t0 < end; t0 += C) {
+    if (pr.checkpoints && t0 % SQ_SEGMENT == 0) {
+      float* to = checkpoint_at(pr, index, t0 / SQ_SEGMENT);
+      save_state(hd, st, to, to + ME, to + ME + pr.features);
+    }
+    causal_range(hd, w, st, ch, t0, end - t0 < C ? end - t0 : C);
+  }
+}
+
+// ---- distribution over workers -------------------------------------------------------------------------------------
+
+enum Phase { ABSORB_PIECES, MERGE_PIECES, READ_PIECES, PREFIX_PIECES, CAUSAL_PIECES };
+
+struct ForwardJob {
+  const SqProblem* pr;
+  Phase phase;
+  long pieces, piece;  // tasks per head in this phase, and tokens in each
+  long key_pieces;     // slots per head in `sums`
+  States sums;         // (head, key piece): what each piece absorbed; the first slot becomes the whole
+  States starts;       // (head, key piece): causal, the state before the piece
+};
+
+static void forward_task(void* context, int64_t task, int64_t) {
+  const ForwardJob& job = *(const ForwardJob*)context;
+  const SqProblem& pr = *job.pr;
+  const long index = task / job.pieces, p = task % job.pieces;
+  const Head hd = head_of(pr, index);
+  if (job.phase == MERGE_PIECES) {
+    const State whole = job.sums.at(index * job.key_pieces);
+    for (long i = 1; i < job.key_pieces; i++) merge_state(hd, whole, job.sums.at(index * job.key_pieces + i));
+    save_state_out(hd, index, whole);
+    return;
+  }
+  if (job.phase == PREFIX_PIECES) {
+    load_state_in(hd, index, job.starts.at(index * job.key_pieces));
+    for (long i = 1; i < job.key_pieces; i++) {
+      const State st = job.starts.at(index * job.key_pieces + i);
+      memcpy(st.S, job.starts.at(index * job.key_pieces + i - 1).S, sizeof(float) * job.starts.slot);
+      merge_state(hd, st, job.sums.at(index * job.key_pieces + i - 1));
+    }
+    return;
+  }
+  Arena arena = {nullptr, 0};
+  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
+    if (pass) arena = {sq_scratch(arena.used), 0};
+    if (pass && !arena.base) return;
+    Chunk ch = take_chunk(arena, pr, hd.lds, job.phase == CAUSAL_PIECES, job.phase != ABSORB_PIECES);
+    Work w = take_work(arena, pr, hd.lds);
+    if (!pass) continue;
+    const long begin = p * job.piece;
+    const long total = job.phase == READ_PIECES ? pr.length_q : pr.length_k;
+    const long end = begin + job.piece < total ? begin + job.piece : total;
+    if (job.phase == ABSORB_PIECES) {
+      const State st = job.sums.at(index * job.key_pieces + p);
+      if (p == 0 && !pr.causal) load_state_in(hd, index, st);
+      else load_state(hd, st, nullptr, nullptr, nullptr);
+      absorb(hd, w, st, ch, begin, end);
+    } else if (job.phase == READ_PIECES) {
+      for (long g = 0; g < hd.groups; g++) read_all(hd, w, job.sums.at(index * job.key_pieces), ch, g, begin, end);
+    } else {
+      const State st = job.starts.at(index * job.key_pieces + p);
+      if (job.key_pieces == 1) load_state_in(hd, index, st);
+      causal_scan(hd, index, w, st, ch, begin, end);
+      if (p == job.pieces - 1) save_state_out(hd, index, st);
+    }
+  }
+}
+
+static void run_phase(ForwardJob& job, Phase phase, long pieces, long piece) {
+  job.phase = phase;
+  job.pieces = pieces;
+  job.piece = piece;
+  const SqProblem& pr = *job.pr;
+  sq_parallel(pr.batch * pr.heads_kv * pieces, pr.threads, forward_task, &job);
+}
+
+// How many pieces to cut `length` tokens of `heads` heads into: enough to keep several workers busy when one of them is
+// slow, each long enough to make its merge negligible.
+SQ_INLINE long pieces_for(long heads, long length, long wanted) {
+  long pieces = (wanted + heads - 1) / heads;
+  if (pieces > length / 512) pieces = length / 512;
+  return pieces < 1 ? 1 : pieces;
+}
+
+static int forward(const SqProblem* problem) {
+  const SqProblem& pr = *problem;
+  const long heads = pr.batch * pr.heads_kv;
+  if (heads == 0 || pr.features == 0) return SQ_OK;
+  ForwardJob job = {};
+  job.pr = &pr;
+  if (pr.causal) {
+    // A second pass over the keys is only worth it when whole heads cannot keep the workers busy.
+    job.key_pieces = heads >= pr.threads ? 1 : pieces_for(heads, pr.length_k, 2 * pr.threads);
+    const long piece = round_up((pr.length_k + job.key_pieces - 1) / job.key_pieces, SQ_SEGMENT);
+    job.key_pieces = pr.length_k == 0 ? 1 : (pr.length_k + piece - 1) / piece;
+    job.starts = new_states(pr, heads * job.key_pieces);
+    if (!job.starts.base) return SQ_NO_MEMORY;
+    if (job.key_pieces > 1) {
+      job.sums = new_states(pr, heads * job.key_pieces);
+      if (!job.sums.base) return free(job.starts.base), SQ_NO_MEMORY;
+      run_phase(job, ABSORB_PIECES, job.key_pieces, piece);
+      run_phase(job, PREFIX_PIECES, 1, 0);
+    }
+    run_phase(job, CAUSAL_PIECES, job.key_pieces, piece);
+  } else {
+    job.key_pieces = pieces_for(heads, pr.length_k, 16);
+    job.sums = new_states(pr, heads * job.key_pieces);
+    if (!job.sums.base) return SQ_NO_MEMORY;
+    run_phase(job, ABSORB_PIECES, job.key_pieces, round_up((pr.length_k + job.key_pieces - 1) / job.key_pieces, C));
+    run_phase(job, MERGE_PIECES, 1, 0);
+    const long pieces = pieces_for(heads, pr.length_q, 16);
+    if (pr.length_q > 0) run_phase(job, READ_PIECES, pieces, round_up((pr.length_q + pieces - 1) / pieces, C));
+  }
+  free(job.sums.base);
+  free(job.starts.base);
+  return SQ_OK;
+}
+
+}  // namespace SQ_NS

@@ -1,0 +1,82 @@
+// C[i][j] (+)= sum_k A(i, k) B[k][j]: one register-blocked kernel serves every product of this library.
+//
+//   A(i, k) = A[i * ai + k * ak] is read by broadcast, so both orders of A are equally good and nothing is packed;
+//   B and C have vectors along j. With tokens along j this is the projection (A = W), the read (A = S^T), the scores
+//   (A = phi(k)^T); with values along j it is the state update (A = phi(k), B = V).
+#pragma once
+
+#include "vec.h"
+
+namespace SQ_NS {
+
+enum Start { FROM_ZERO, FROM_C, FROM_BIAS };  // what the sums start from: 0, C itself, or bias[i] in every column
+
+template <int R, int N>
+SQ_INLINE void tile(long K, const float* A, long ai, long ak, const float* B, long ldb, float* Cm, long ldc,
+                    Start start, const float* bias) {
+  vf s[R][N];
+  if (start == FROM_C) {
+    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = load(Cm + i * ldc + VL * j);
+  } else if (start == FROM_BIAS) {
+    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = splat(bias[i]);
+  } else {
+    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = zero();
+  }
+  for (long k = 0; k < K; k++) {
+    vf b[N];
+    SQ_UNROLL for (int j = 0; j < N; j++) b[j] = load(B + VL * j);
+    SQ_UNROLL for (int i = 0; i < R; i++) {
+      const vf a = splat(A[i * ai]);
+      SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += a * b[j];
+    }
+    A += ak;
+    B += ldb;
+  }
+  SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) store(Cm + i * ldc + VL * j, s[i][j]);
+}
+
+// One strip of R rows across `vectors` vectors of columns.
+template <int R>
+static __attribute__((noinline)) void strip(long vectors, long K, const float* A, long ai, long ak, const float* B,
+                                            long ldb, float* Cm, long ldc, Start start, const float* bias) {
+  long j = 0;
+  for (; j + NV <= vectors; j += NV) tile<R, NV>(K, A, ai, ak, B + j * VL, ldb, Cm + j * VL, ldc, start, bias);
+  for (; j < vectors; j++) tile<R, 1>(K, A, ai, ak, B + j * VL, ldb, Cm + j * VL, ldc, start, bias);
+}
+
+SQ_INLINE void strip_of(int rows, long vectors, long K, const float* A, long ai, long ak, const float* B, long ldb,
+                        float* Cm, long ldc, Start start, const float* bias) {
+  switch (rows) {
+    case 1: return strip<1>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 2: return strip<2>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 3: return strip<3>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 4: return strip<4>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 5: return strip<5>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 6: return strip<6>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+#if defined(__AVX512F__) || defined(__aarch64__)
+    case 7: return strip<7>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 8: return strip<8>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 9: return strip<9>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 10: return strip<10>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 11: return strip<11>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+    case 12: return strip<12>(vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+#endif
+  }
+}
+
+// rows x (vectors * VL) product. Rows are dealt out evenly (64 = 9*6 + 2*5, not 10*6 + 4): a short last strip would
+// leave the two FMA units waiting for each other's latency.
+static void gemm(long rows, long vectors, long K, const float* A, long ai, long ak, const float* B, long ldb,
+                 float* Cm, long ldc, Start start, const float* bias = nullptr) {
+  if (rows <= 0 || vectors <= 0) return;
+  const long strips = (rows + MR - 1) / MR;
+  const long base = rows / strips, longer = rows % strips;
+  long i = 0;
+  for (long s = 0; s < strips; s++) {
+    const int r = (int)(base + (s < longer ? 1 : 0));
+    strip_of(r, vectors, K, A + i * ai, ai, ak, B, ldb, Cm + i * ldc, ldc, start, bias ? bias + i : nullptr);
+    i += r;
+  }
+}
+
+}  // namespace SQ_NS

@@ -1,0 +1,10 @@
+// Compiled once per instruction set (see CMakeLists.txt): SQ_NS names the namespace, SQ_VL the lanes.
+#include "backward_tasks.h"
+#include "decode.h"
+
+namespace SQ_NS {
+
+extern const SqKernels kernels;
+const SqKernels kernels = {forward, backward, decode, project_only};
+
+}  // namespace SQ_NS

@@ -1,0 +1,78 @@
+// What one call of the library is about: plain structures, shared with Python (ctypes) field by field.
+//
+//   p = W x + offset,                      W (m_w, D): dense, Hadamard-Rademacher, or absent (p = x + offset)
+//   exponential:  log phi(x) = [p, -p] + bias (+ square |y|^2 + tilt . y for keys);  [p] alone unless antithetic
+//   plain:        phi(x) = f(p) + epsilon,  f = relu | elu + 1 | identity
+//   state:        S = sum phi(k) v^T, z = sum phi(k), both divided by e^c; c = running maximum per feature (0 if plain)
+#pragma once
+
+#include <stdint.h>
+
+enum SqDtype { SQ_FLOAT32 = 0, SQ_BFLOAT16 = 1, SQ_FLOAT16 = 2 };
+enum SqFunction { SQ_EXP = 0, SQ_RELU = 1, SQ_ELU1 = 2, SQ_IDENTITY = 3 };
+enum SqProjection { SQ_DENSE = 0, SQ_HADAMARD = 1, SQ_NONE = 2 };
+
+// (batch, head, token, component); strides in elements, all of them free.
+struct SqTensor {
+  void* data;
+  int64_t stride[4];
+  int32_t dtype;
+  int32_t unused;
+};
+
+// One side's map, queries or keys. A *_head stride of 0 shares the array between heads. Null arrays count as 0.
+struct SqMap {
+  const float* weight;  // (Hw, m_w, D) contiguous; null unless dense
+  int64_t weight_head;
+  const float* offset;  // (Hw, m_w)
+  int64_t offset_head;
+  const float* bias;  // (Hw, m_w)
+  int64_t bias_head;
+  const float* tilt;  // (Hw, D), keys only
+  int64_t tilt_head;
+  const float* signs;  // (Hw, n_b, k, D') of +-1, D' = 2^p >= D; null unless Hadamard
+  int64_t signs_head;
+  const float* norms;  // (Hw, m_w) row norms, the factors 1/sqrt(D') included
+  int64_t norms_head;
+  float square;  // keys only
+  float unused;
+};
+
+struct SqProblem {
+  int64_t batch, heads_q, heads_kv, length_q, length_k, dim, width, features, rows;  // width = E, rows = m_w
+  int32_t function, projection, antithetic, causal, blocks, normalise, threads, unused;
+  float epsilon, unused_f;
+  SqTensor q, k, v, out;
+  SqMap map_q, map_k;
+  const uint8_t* key_mask;  // (B, S), nonzero = real; null = all real
+  int64_t mask_batch, mask_token;
+  // States, contiguous (B, H_kv, M, E), (B, H_kv, M), (B, H_kv, M). Null s_in = empty; null s_out = not wanted.
+  const float *s_in, *z_in, *c_in;
+  float *s_out, *z_out, *c_out;
+  // Causal: the state before every SQ_SEGMENT tokens, (B, H_kv, segments, M * (E + 2)); null = not kept / recompute.
+  float* checkpoints;
+  // Backward only. ds_out, dz_out: gradient with respect to the outgoing state, or null.
+  SqTensor dout, dq, dk, dv;
+  const float *ds_out, *dz_out;
+  float *ds_in, *dz_in;
+};
+
+// Tokens per checkpoint; a multiple of every chunk length (48, 64).
+enum { SQ_SEGMENT = 192 };
+
+// Work is cut into `tasks`; body(context, task, worker) runs once for each, on any of `threads` workers.
+typedef void (*SqBody)(void* context, int64_t task, int64_t worker);
+void sq_parallel(int64_t tasks, int64_t threads, SqBody body, void* context);
+
+// Scratch memory of the calling thread, 64-byte aligned, kept between calls. Contents are undefined.
+float* sq_scratch(int64_t floats);
+
+// One instruction set's kernels.
+struct SqKernels {
+  int (*forward)(const SqProblem*);
+  int (*backward)(const SqProblem*);
+  int (*decode)(const SqProblem*);
+  int (*project)(const SqProblem*, float*);
+};
+
+enum SqStatus { SQ_OK = 0, SQ_NO_MEMORY = 1 };

@@ -1,0 +1,91 @@
+"""Statistics of queries and keys, gathered once from sample data and then fixed.
+
+Centring and per-direction scales use only these fixed numbers, never the sequence at hand: a mean over the sequence
+would let earlier tokens see later ones.
+
+    mean, cov  of queries and of keys, per KV head; the queries of a group are pooled
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .precision import Float32Buffers
+
+__all__ = ["Calibration"]
+
+
+class Calibration(Float32Buffers):
+    """Running mean and covariance of queries and keys. Stored in float32, merged in float64.
+
+    query_mean, key_mean: (H, D);  query_cov, key_cov: (H, D, D);  counts: (2,) int64, tokens per head seen
+    """
+
+    query_mean: Tensor
+    key_mean: Tensor
+    query_cov: Tensor
+    key_cov: Tensor
+    counts: Tensor
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        for side in ("query", "key"):
+            self.register_buffer(f"{side}_mean", torch.zeros(heads, head_dim))
+            self.register_buffer(f"{side}_cov", torch.zeros(heads, head_dim, head_dim))
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        self._known_ready = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether both sides have seen data."""
+        if not self._known_ready and not torch.compiler.is_compiling() and type(self.counts) is Tensor:
+            self._look()
+        return self._known_ready
+
+    def _look(self) -> None:
+        # Read when the data changes: afterwards no call has to wait for a device, and a compiled graph need not look.
+        self._known_ready = not self.counts.is_meta and bool((self.counts > 0).all())
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._look()
+
+    def update(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> None:
+        """Add a batch: q (B, G H, L, D), k (B, H, S, D); masks (B, S) and (B, L), True = real."""
+        with torch.no_grad():
+            self._merge("query", 0, self._rows(q, query_mask))
+            self._merge("key", 1, self._rows(k, key_mask))
+        self._look()
+
+    def _rows(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, G H, L, D) -> (H, tokens, D) in float64, real tokens only. One head of ours pools all of theirs."""
+        batch, heads, length, width = x.shape
+        if heads % self.heads:
+            raise ValueError(f"calibrate: got {heads} heads, expected {self.heads} or a multiple of it")
+        rows = x.detach().to(torch.float64).reshape(batch, self.heads, heads // self.heads, length, width)
+        rows = rows.permute(1, 2, 0, 3, 4).reshape(self.heads, heads // self.heads, batch * length, width)
+        if mask is not None:
+            rows = rows[:, :, mask.reshape(-1)]
+        return rows.reshape(self.heads, -1, width)
+
+    def _merge(self, side: str, index: int, rows: Tensor) -> None:
+        new = rows.shape[1]
+        if new == 0:
+            return
+        old = int(self.counts[index])
+        mean_buffer, cov_buffer = getattr(self, f"{side}_mean"), getattr(self, f"{side}_cov")
+        mean, cov = mean_buffer.to(torch.float64), cov_buffer.to(torch.float64)
+        new_mean = rows.mean(1)
+        centred = rows - new_mean.unsqueeze(1)
+        # Chan, Golub and LeVeque's pairwise update: no difference of large sums.
+        share = new / (old + new)
+        delta = new_mean - mean
+        cov = (1 - share) * cov + share * (centred.mT @ centred) / new
+        cov = cov + share * (1 - share) * delta.unsqueeze(-1) * delta.unsqueeze(-2)
+        mean_buffer.copy_(mean + share * delta)
+        cov_buffer.copy_(cov)
+        self.counts[index] += new

@@ -1,0 +1,1 @@
+"""Who computes: reference, chunked, native. One operator, one meaning."""

@@ -1,0 +1,146 @@
+"""Who computes: one operator, several backends, one meaning.
+
+`backend=None` takes the fastest backend that supports the call. A backend named by the caller is used or the call is
+refused with the reason; it never falls back to another one silently.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..features.base import FeatureMap
+from ..state import LinearState
+from . import chunked, reference
+
+__all__ = ["BACKENDS", "absorb", "causal", "choose_backend", "full", "read"]
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside autocast a matmul would round features to bfloat16; leave it. (Meta tensors know no autocast.)"""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
+
+
+def choose_backend(backend: str | None, feature_map: FeatureMap, *tensors: Tensor) -> ModuleType:
+    """The module that will compute: the named one, or the fastest that supports these tensors."""
+    if backend is None:
+        return chunked
+    checks.check_option("backend", backend, BACKENDS)
+    return BACKENDS[backend]
+
+
+def _prepare(feature_map: FeatureMap, chunk_size: int | None) -> None:
+    feature_map.check_ready()
+    if chunk_size is not None:
+        checks.check_positive("chunk_size", chunk_size)
+
+
+def full(
+    feature_map: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    normalise: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """out (B, Hq, L, E): every query sees the state and every key."""
+    _prepare(feature_map, chunk_size)
+    module = choose_backend(backend, feature_map, q, k, v)
+    with full_precision(q):
+        out: Tensor = module.full(
+            feature_map,
+            q,
+            k,
+            v,
+            state,
+            scale=scale,
+            key_mask=key_mask,
+            chunk_size=chunk_size,
+            normalise=normalise,
+        )
+    return out.to(v.dtype)
+
+
+def causal(
+    feature_map: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    normalise: bool = True,
+    backend: str | None = None,
+) -> tuple[Tensor, LinearState]:
+    """out (B, Hq, L, E) and the state after the last token; token i sees the state and tokens 0..i."""
+    _prepare(feature_map, chunk_size)
+    module = choose_backend(backend, feature_map, q, k, v)
+    with full_precision(q):
+        out, after = module.causal(
+            feature_map,
+            q,
+            k,
+            v,
+            state,
+            scale=scale,
+            key_mask=key_mask,
+            chunk_size=chunk_size,
+            normalise=normalise,
+        )
+    return out.to(v.dtype), after
+
+
+def absorb(
+    feature_map: FeatureMap,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+) -> LinearState:
+    """The state after keys k (B, H, S, D) and values v (B, H, S, E)."""
+    _prepare(feature_map, chunk_size)
+    module = choose_backend(backend, feature_map, k, v)
+    with full_precision(k):
+        after: LinearState = module.absorb(
+            feature_map, k, v, state, scale=scale, key_mask=key_mask, chunk_size=chunk_size
+        )
+    return after
+
+
+def read(
+    feature_map: FeatureMap,
+    q: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    chunk_size: int | None = None,
+    normalise: bool = True,
+    backend: str | None = None,
+) -> Tensor:
+    """out (B, Hq, L, E) in q's dtype: every absorbed key is visible to every query."""
+    _prepare(feature_map, chunk_size)
+    module = choose_backend(backend, feature_map, q)
+    with full_precision(q):
+        out: Tensor = module.read(feature_map, q, state, scale=scale, chunk_size=chunk_size, normalise=normalise)
+    return out.to(q.dtype)

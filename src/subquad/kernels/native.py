@@ -1,0 +1,258 @@
+"""Kernelised attention in fused C++ loops on the CPU: project, exponentiate, accumulate, all inside the cache.
+
+The chunked backend pays one pass over memory and one barrier per torch operation; here one loop per head takes 48 tokens
+at a time through all steps (see csrc/). Exponential maps are handed over as projections (`FeatureMap.linear_form`),
+Hadamard projections matrix-free, elu + 1 and relu by name; any other map has its features computed by torch first.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..features.base import FeatureMap, Features, scaled
+from ..features.elementwise import ElementwiseFeatures
+from ..features.hadamard import HadamardProjection
+from ..features.random import ExponentialFeatures, GeneralisedFeatures
+from ..state import LinearState
+from . import native_library
+from .native_operators import Attention, attention, call_forward
+from .native_transforms import functional_attention
+
+__all__ = ["absorb", "causal", "full", "read", "refusal"]
+
+NOTHING = torch.empty(0)
+
+
+class Form(NamedTuple):
+    """What the kernels need to know of a map: the arrays of `native_operators.attention`, and how to read them."""
+
+    arrays: list[Tensor]
+    square: float = 0.0
+    function: str = "identity"
+    antithetic: bool = False
+    epsilon: float = 0.0
+    means: tuple[Tensor, Tensor] | None = None  # (H, 1, D) each: subtracted from queries and keys beforehand
+
+
+def refusal(feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> str:
+    """Why the native kernels cannot take this call, or "" if they can."""
+    missing = native_library.missing()
+    if missing:
+        return missing
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"they run on the CPU, got a tensor on {x.device}"
+        if x.dtype not in native_library.DTYPES:
+            return f"they take float32, bfloat16 and float16, got {x.dtype}"
+    if feature_map.per_key_scale == "token":
+        return f"{type(feature_map).__name__} has one scale per token, which only the chunked backend carries"
+    if not normalise and feature_map.per_key_scale != "none":
+        return "exponential features are only known up to a factor per row, so normalise=False needs backend='chunked'"
+    return ""
+
+
+# Per map: scale, its buffers with their versions, and the form made from them.
+_forms: WeakKeyDictionary[FeatureMap, tuple[float, list[Tensor], list[int], Form]] = WeakKeyDictionary()
+
+
+def _form(feature_map: FeatureMap, scale: float) -> Form | None:
+    """The map for the kernels, kept until one of its buffers changes; None where torch has to compute the features."""
+    fused = isinstance(feature_map, (ExponentialFeatures, GeneralisedFeatures, ElementwiseFeatures))
+    if not fused or any(p.requires_grad for p in feature_map.parameters()):
+        return None
+    buffers = list(feature_map.buffers())
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or any(b.is_inference() or type(b) is not Tensor for b in buffers):
+        return _make_form(feature_map, scale)
+    versions = [b._version for b in buffers]
+    kept = _forms.get(feature_map)
+    if kept is not None and kept[0] == scale and kept[2] == versions and all(map(operator.is_, kept[1], buffers)):
+        return kept[3]
+    # Ordinary tensors even inside inference mode: a later training step may save them for its backward.
+    with torch.inference_mode(False), torch.no_grad():
+        form = _make_form(feature_map, scale)
+    if form is not None:
+        _forms[feature_map] = (scale, buffers, versions, form)
+    return form
+
+
+def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
+    if isinstance(feature_map, ElementwiseFeatures):
+        if isinstance(feature_map.function, str) and scale == 1.0:
+            return Form([NOTHING] * 7, function=feature_map.function)
+        return None
+    if isinstance(feature_map, GeneralisedFeatures):
+        if feature_map.function is not F.relu or scale <= 0:
+            return None
+        # The factor 1/sqrt(M) goes into the state like everywhere else, so it must not be dropped here.
+        factor = feature_map.num_features**-0.5
+        weight = _stacked(feature_map.projection.as_matrix(torch.float32), 3) * (math.sqrt(scale) * factor)
+        return Form([weight.contiguous(), *[NOTHING] * 6], function="relu", epsilon=feature_map.kernel_eps * factor)
+    linear = feature_map.linear_form(scale)
+    if linear is None or not isinstance(feature_map, ExponentialFeatures):
+        return None
+    arrays = [linear.weight, NOTHING, NOTHING, linear.bias, NOTHING, NOTHING, NOTHING]
+    projection = feature_map.projection
+    if isinstance(projection, HadamardProjection) and feature_map.features != "sderf" and _butterflies_win(projection):
+        lengths = _stacked(projection.lengths, 2) * (math.sqrt(scale) * projection.padded_dim ** (-0.5 * projection.blocks))
+        if feature_map.features == "oprf":
+            lengths = lengths * (1.0 - 4.0 * feature_map.a).sqrt()
+        arrays[0], arrays[5], arrays[6] = NOTHING, _stacked(projection.signs, 4), lengths
+    means = None
+    if feature_map.center:
+        # Tokens are centred before they are projected: adding W mean back as an offset would cancel large numbers.
+        assert feature_map.calibration is not None
+        q_mean, k_mean = (
+            x.to(torch.float32).unsqueeze(-2) for x in (feature_map.calibration.query_mean, feature_map.calibration.key_mean)
+        )
+        means = (q_mean, k_mean)
+        arrays[4] = linear.linear + 2.0 * linear.quadratic * k_mean.squeeze(-2)
+        # What the map gives at its centre, so that a state means the same to every backend.
+        at_centre = feature_map.keys(k_mean.unsqueeze(0), scale).log_scale
+        assert at_centre is not None
+        arrays[3] = at_centre[0, :, 0, : linear.bias.shape[-1]]
+    arrays = [x.to(torch.float32).contiguous() for x in arrays]
+    return Form(arrays, linear.quadratic, "exp", linear.antithetic, means=means)
+
+
+def _stacked(x: Tensor, dims: int) -> Tensor:
+    """With a leading head axis, of length 1 where the heads share."""
+    return x if x.dim() == dims else x.unsqueeze(0)
+
+
+def _butterflies_win(projection: HadamardProjection) -> bool:
+    """k log2(d') additions per row against d multiply-adds; below about 32 columns a matrix is as fast."""
+    width = projection.padded_dim
+    return projection.blocks * math.log2(width) * 2 < projection.dim
+
+
+def _inputs(feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float) -> tuple[Form, Tensor, Tensor]:
+    form = _form(feature_map, scale)
+    if form is not None and form.means is not None:
+        groups = q.shape[1] // max(1, k.shape[1])
+        return form, q.to(torch.float32) - form.means[0].repeat_interleave(groups, 0), k.to(torch.float32) - form.means[1]
+    if form is not None:
+        return form, q, k
+
+    def features(x: Tensor, *, queries: bool) -> tuple[Tensor, str]:
+        found: Features = (feature_map.queries if queries else feature_map.keys)(x.to(torch.float32), scale)
+        if found.log_scale is None:
+            assert found.values is not None
+            return found.values, "identity"
+        assert found.values is None
+        return found.log_scale, "exp"
+
+    if isinstance(feature_map, ElementwiseFeatures) and isinstance(feature_map.function, str):
+        form = Form([NOTHING] * 7, function=feature_map.function)
+        return form, scaled(q, scale, queries=True), scaled(k, scale, queries=False)
+    heads, groups = k.shape[1], q.shape[1] // max(1, k.shape[1])
+    rows = q.reshape(q.shape[0], heads, groups * q.shape[2], q.shape[3])
+    query_features, kind = features(rows, queries=True)
+    key_features, _ = features(k, queries=False)
+    query_features = query_features.reshape(q.shape[0], q.shape[1], q.shape[2], query_features.shape[-1])
+    return Form([NOTHING] * 7, function=kind), query_features, key_features
+
+
+def _run(
+    feature_map: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    key_mask: Tensor | None,
+    scale: float,
+    causal: bool,
+    normalise: bool,
+) -> Attention:
+    form, q, k = _inputs(feature_map, q, k, scale)
+    past = [state.weighted, state.normaliser, state.log_max.expand_as(state.normaliser)]
+    past = [x.to(torch.float32).contiguous() for x in past]
+    mask = NOTHING.to(torch.bool) if key_mask is None else key_mask
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *past[:2]))
+    arguments = (q, k, v, mask, past, *form[:5], causal, normalise)
+    if torch._C._are_functorch_transforms_active():
+        return functional_attention(*arguments)
+    traced = any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in (q, k, v, *past))
+    if wanted or traced or torch.compiler.is_compiling():
+        result: Attention = attention(*arguments, keep=wanted)
+        return result
+    return call_forward(*arguments, keep=False)
+
+
+def _after(state: LinearState, result: Attention, k: Tensor, key_mask: Tensor | None) -> LinearState:
+    count = k.shape[-2] if key_mask is None else key_mask.sum(-1)
+    # Maps without a log scale keep their c = 0 of shape (B, H, 1).
+    log_max = result[3].detach() if state.log_max.shape[-1] != 1 or result[3].shape[-1] == 1 else state.log_max
+    return LinearState(result[1], result[2], log_max, state.count + count, state.origin)
+
+
+def full(
+    feature_map: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    normalise: bool = True,
+) -> Tensor:
+    """out (B, Hq, L, E): every query sees the state and every key. The kernels choose their own chunks."""
+    return _run(feature_map, q, k, v, state, key_mask, scale, False, normalise)[0]
+
+
+def causal(
+    feature_map: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    normalise: bool = True,
+) -> tuple[Tensor, LinearState]:
+    """out (B, Hq, L, E) and the state after the last token; token i sees the state and tokens 0..i."""
+    result = _run(feature_map, q, k, v, state, key_mask, scale, True, normalise)
+    return result[0], _after(state, result, k, key_mask)
+
+
+def absorb(
+    feature_map: FeatureMap,
+    k: Tensor,
+    v: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    key_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> LinearState:
+    """The state after keys k (B, H, S, D) and values v (B, H, S, E); `key_mask` (B, S) True = real."""
+    none = k.new_empty((k.shape[0], k.shape[1], 0, k.shape[3]))
+    result = _run(feature_map, none, k, v, state, key_mask, scale, False, True)
+    return _after(state, result, k, key_mask)
+
+
+def read(
+    feature_map: FeatureMap,
+    q: Tensor,
+    state: LinearState,
+    *,
+    scale: float,
+    chunk_size: int | None = None,
+    normalise: bool = True,
+) -> Tensor:
+    """out (B, Hq, L, E) for queries q (B, Hq, L, D): every absorbed key is visible to every query."""
+    batch, heads, _, width = state.weighted.shape
+    keys = q.new_empty((batch, heads, 0, q.shape[3]))
+    values = state.weighted.new_empty((batch, heads, 0, width))
+    return _run(feature_map, q, keys, values, state, None, scale, False, normalise)[0]

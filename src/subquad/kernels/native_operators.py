@@ -1,0 +1,255 @@
+"""The native kernels as torch operators: one attention, its gradient, and the shapes of both for tracers.
+
+    subquad::attention            (q, k, v, ...)             -> out, S, z, c, checkpoints
+    subquad::attention_backward   (gradients, saved tensors) -> dq, dk, dv, dS_in, dz_in
+
+Registered with fake and autograd implementations, so `torch.compile(fullgraph=True)` keeps them as one node each. Empty
+tensors stand for "not there" (no mask, no state, no projection): a traced graph then has one signature.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native_library as library
+from .native_library import FUNCTIONS, Map, Problem, strided
+
+__all__ = ["Attention", "attention", "call_forward"]
+
+Attention = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+ARRAYS = ("weight", "query_offset", "key_offset", "bias", "tilt", "signs", "norms")
+# Tokens per stored state in the causal form; must equal the library's SQ_SEGMENT.
+SEGMENT = 192
+
+
+def _address(x: Tensor) -> int | None:
+    return x.data_ptr() if x.numel() else None
+
+
+def _rows(q: Tensor, weight: Tensor, norms: Tensor) -> int:
+    return int(weight.shape[-2] if weight.numel() else norms.shape[-1] if norms.numel() else q.shape[-1])
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor,
+    arrays: list[Tensor],
+    square: float,
+    function: str,
+    antithetic: bool,
+    epsilon: float,
+    causal: bool,
+    normalise: bool,
+) -> Problem:
+    weight, query_offset, key_offset, bias, tilt, signs, norms = arrays
+    assert all(x.is_contiguous() for x in arrays)
+    problem = Problem()
+    problem.batch, problem.heads_q, problem.length_q, problem.dim = q.shape
+    problem.heads_kv, problem.length_k, problem.width = k.shape[1], k.shape[2], v.shape[3]
+    problem.rows = _rows(q, weight, norms)
+    problem.features = problem.rows * (2 if antithetic else 1)
+    problem.function, problem.antithetic = FUNCTIONS[function], antithetic
+    problem.projection = 0 if weight.numel() else 1 if norms.numel() else 2
+    problem.blocks = signs.shape[-2] if signs.numel() else 0
+    problem.causal, problem.normalise, problem.epsilon = causal, normalise, epsilon
+    problem.threads = torch.get_num_threads()
+    problem.q, problem.k, problem.v = strided(q), strided(k), strided(v)
+    for side, offset in ((problem.map_q, query_offset), (problem.map_k, key_offset)):
+        _fill(side, weight=weight, offset=offset, bias=bias, signs=signs, norms=norms)
+    _fill(problem.map_k, tilt=tilt)
+    problem.map_k.square = square
+    if key_mask.numel():
+        problem.key_mask = key_mask.data_ptr()
+        problem.mask_batch, problem.mask_token = key_mask.stride()
+    return problem
+
+
+def _fill(side: Map, **arrays: Tensor) -> None:
+    for name, array in arrays.items():
+        if array.numel():
+            setattr(side, name, array.data_ptr())
+            setattr(side, f"{name}_head", array.stride(0) if array.shape[0] > 1 else 0)
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError("the native kernels could not allocate their working memory")
+
+
+def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, keep: bool) -> Attention:
+    batch, heads, width = q.shape[0], k.shape[1], v.shape[3]
+    out = torch.empty((*q.shape[:3], width), dtype=v.dtype, device=v.device)
+    sums = torch.empty((batch, heads, features, width), dtype=torch.float32, device=v.device)
+    totals = torch.empty((batch, heads, features), dtype=torch.float32, device=v.device)
+    segments = (k.shape[2] + SEGMENT - 1) // SEGMENT if causal and keep else 0
+    kept = torch.empty((batch, heads, segments, features * (width + 2)), dtype=torch.float32, device=v.device)
+    return out, sums, totals, torch.empty_like(totals), kept
+
+
+def call_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor,
+    state: list[Tensor],
+    arrays: list[Tensor],
+    square: float,
+    function: str,
+    antithetic: bool,
+    epsilon: float,
+    causal: bool,
+    normalise: bool,
+    keep: bool,
+) -> Attention:
+    """The forward itself, without torch's dispatcher around it; `attention` says what everything is."""
+    problem = _problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise)
+    results = _outputs(q, k, v, problem.features, causal, keep)
+    out, sums, totals, maxima, kept = results
+    problem.out = strided(out)
+    state = [x.contiguous() for x in state]  # a tracer may have changed the strides
+    if state:
+        problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in state)
+    problem.s_out, problem.z_out, problem.c_out = sums.data_ptr(), totals.data_ptr(), maxima.data_ptr()
+    problem.checkpoints = _address(kept)
+    kernels = library.load()
+    single = causal and q.shape[2] == 1 and k.shape[2] == 1 and not keep
+    _check((kernels.subquad_decode if single else kernels.subquad_forward)(ctypes.byref(problem)))
+    return results
+
+
+@torch.library.custom_op("subquad::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor,
+    state: list[Tensor],
+    arrays: list[Tensor],
+    square: float,
+    function: str,
+    antithetic: bool,
+    epsilon: float,
+    causal: bool,
+    normalise: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Kernelised attention on the CPU.
+
+    q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E): float32, bfloat16 or float16, any strides
+    key_mask: (B, S) bool, or empty
+    state:    [S (B, H, M, E), z (B, H, M), c (B, H, M)] contiguous float32, or []
+    arrays:   weight (h, R, D), query_offset, key_offset, bias (h, R), tilt (h, D), signs (h, n, k, D'), norms (h, R);
+              contiguous float32 with h = 1 or H; empty where not used
+    keep:     store states along the sequence for the backward
+
+    Returns out (B, Hq, L, E) in v's dtype, the state after the keys, and the stored states.
+    """
+    return call_forward(
+        q, k, v, key_mask, state, arrays, square, function, antithetic, epsilon, causal, normalise, keep
+    )
+
+
+@attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor,
+    state: list[Tensor],
+    arrays: list[Tensor],
+    square: float,
+    function: str,
+    antithetic: bool,
+    epsilon: float,
+    causal: bool,
+    normalise: bool,
+    keep: bool,
+) -> Attention:
+    features = _rows(q, arrays[0], arrays[6]) * (2 if antithetic else 1)
+    return _outputs(q, k, v, features, causal, keep)
+
+
+@torch.library.custom_op("subquad::attention_backward", mutates_args=())
+def attention_backward(
+    grads: list[Tensor],
+    saved: list[Tensor],
+    state: list[Tensor],
+    arrays: list[Tensor],
+    square: float,
+    function: str,
+    antithetic: bool,
+    epsilon: float,
+    causal: bool,
+    normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attention`: grads = [dout, dS, dz], saved = [q, k, v, key_mask, out, S, z, c, checkpoints]."""
+    q, k, v, key_mask, out, sums, totals, maxima, kept = saved
+    dout, dsums, dtotals = grads
+    problem = _problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise)
+    results = _gradients(saved, state)
+    dq, dk, dv, ds_in, dz_in = results
+    state, (sums, totals, maxima, kept, dsums, dtotals) = (
+        [x.contiguous() for x in some] for some in (state, (sums, totals, maxima, kept, dsums, dtotals))
+    )
+    problem.out, problem.dout = strided(out), strided(dout)
+    problem.dq, problem.dk, problem.dv = strided(dq), strided(dk), strided(dv)
+    problem.s_out, problem.z_out, problem.c_out = sums.data_ptr(), totals.data_ptr(), maxima.data_ptr()
+    problem.ds_out, problem.dz_out = dsums.data_ptr(), dtotals.data_ptr()
+    problem.checkpoints = _address(kept)
+    if state:
+        problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in state)
+        problem.ds_in, problem.dz_in = ds_in.data_ptr(), dz_in.data_ptr()
+    _check(library.load().subquad_backward(ctypes.byref(problem)))
+    return results
+
+
+def _gradients(saved: list[Tensor], state: list[Tensor]) -> Attention:
+    q, k, v = saved[:3]
+    given = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    past = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in state[:2]] or [q.new_empty(0), q.new_empty(0)]
+    return given[0], given[1], given[2], past[0], past[1]
+
+
+@attention_backward.register_fake
+def _(
+    grads: list[Tensor],
+    saved: list[Tensor],
+    state: list[Tensor],
+    arrays: list[Tensor],
+    square: float,
+    function: str,
+    antithetic: bool,
+    epsilon: float,
+    causal: bool,
+    normalise: bool,
+) -> Attention:
+    return _gradients(saved, state)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Attention) -> None:
+    q, k, v, key_mask, state, arrays, *options, _ = inputs
+    out, sums, totals, maxima, kept = output
+    ctx.save_for_backward(q, k, v, key_mask, out, sums, totals, maxima, kept, *state, *arrays)
+    ctx.options, ctx.past = options, len(state)
+
+
+def _backward(ctx: Any, dout: Tensor, dsums: Tensor, dtotals: Tensor, *_: Any) -> tuple[Any, ...]:
+    saved = list(ctx.saved_tensors)
+    state, arrays = saved[9 : 9 + ctx.past], saved[9 + ctx.past :]
+    out, sums, totals = saved[4:7]
+    grads = [
+        torch.zeros_like(like) if grad is None else grad.contiguous()
+        for grad, like in zip((dout, dsums, dtotals), (out, sums, totals), strict=True)
+    ]
+    dq, dk, dv, ds, dz = attention_backward(grads, saved[:9], state, arrays, *ctx.options)
+    past = [ds, dz, None] if ctx.past else []
+    return dq, dk, dv, None, past, [None] * len(arrays), *[None] * (len(ctx.options) + 1)
+
+
+attention.register_autograd(_backward, setup_context=_save)

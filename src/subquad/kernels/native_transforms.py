@@ -1,0 +1,94 @@
+"""The native operators under functorch: `torch.func.grad` through an autograd.Function, `vmap` by widening the batch.
+
+A mapped axis becomes part of the batch axis: every (batch, head) is computed on its own anyway. The map's arrays are the
+same for all of them; mapping over those (ensembles of projections) has to go through the chunked backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .native_operators import Attention, attention, attention_backward
+
+__all__ = ["functional_attention"]
+
+
+def _widen(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """(B, ...) with a mapped axis at `dim`, or none -> (size * B, ...); empty placeholders stay as they are."""
+    if dim is None:
+        if x.numel() == 0 and x.dim() == 1:
+            return x
+        x = x.unsqueeze(0).expand(size, *x.shape)
+    else:
+        x = x.movedim(dim, 0)
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if x.dim() > 1 else x
+
+
+def _narrow(results: Attention, size: int) -> tuple[Attention, tuple[int | None, ...]]:
+    dims = tuple(None if x.dim() == 1 else 0 for x in results)
+    split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
+    return split, dims  # type: ignore[return-value]
+
+
+def _widen_all(tensors: list[Tensor], dims: Any, size: int) -> list[Tensor]:
+    dims = [None] * len(tensors) if dims is None else dims
+    return [_widen(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
+
+
+def _refuse_mapped(dims: Any) -> None:
+    if dims is not None and any(dim is not None for dim in dims):
+        raise NotImplementedError("vmap over projections is not possible with backend='native'; use backend='chunked'")
+
+
+@attention.register_vmap
+def _(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: Any, arrays: Any, *rest: Any) -> Any:
+    _refuse_mapped(in_dims[5])
+    size = info.batch_size
+    tensors = _widen_all([q, k, v, mask], in_dims[:4], size)
+    return _narrow(attention(*tensors, _widen_all(state, in_dims[4], size), arrays, *rest), size)
+
+
+@attention_backward.register_vmap
+def _(info: Any, in_dims: Any, grads: Any, saved: Any, state: Any, arrays: Any, *rest: Any) -> Any:
+    _refuse_mapped(in_dims[3])
+    size = info.batch_size
+    wide = [_widen_all(x, dims, size) for x, dims in zip((grads, saved, state), in_dims[:3], strict=True)]
+    wide[0] = [x.contiguous() for x in wide[0]]
+    return _narrow(attention_backward(*wide, arrays, *rest), size)
+
+
+class _Functional(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(past: int, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Attention:
+        result: Attention = attention(q, k, v, mask, list(rest[:past]), list(rest[past:]), *options, keep=True)
+        return result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Attention) -> None:
+        past, options, q, k, v, mask, *rest = inputs
+        ctx.past, ctx.options = past, options
+        ctx.save_for_backward(q, k, v, mask, *output, *rest)
+        ctx.mark_non_differentiable(*output[3:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, dsums: Tensor, dtotals: Tensor, *_: Any) -> Any:
+        saved = list(ctx.saved_tensors)
+        state, arrays = saved[9 : 9 + ctx.past], saved[9 + ctx.past :]
+        grads = [x.contiguous() for x in (dout, dsums, dtotals)]
+        dq, dk, dv, ds, dz = attention_backward(grads, saved[:9], state, arrays, *ctx.options)
+        return None, None, dq, dk, dv, None, *([ds, dz, None] if ctx.past else []), *[None] * len(arrays)
+
+
+def functional_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: list[Tensor], arrays: list[Tensor], *options: Any
+) -> Attention:
+    """`attention` for use inside torch.func transforms."""
+    result: Attention = _Functional.apply(len(state), options, q, k, v, mask, *state, *arrays)
+    return result

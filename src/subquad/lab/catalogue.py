@@ -1,0 +1,28 @@
+"""The mechanisms as a list for reading: what each computes, what it costs, what it can do."""
+
+import textwrap
+
+import subquad
+
+__all__ = ["mechanism_list"]
+
+_FACTS = ("causal", "recurrent", "exact")
+
+
+def mechanism_list(width: int = 100) -> str:
+    """Every mechanism as a paragraph: name, facts and complexity, then equation, paper and options with defaults.
+
+    >>> print(mechanism_list().split("\\n\\n")[0].splitlines()[0].split()[0])
+    efficient
+    """
+    paragraphs = []
+    for name in subquad.list_mechanisms():
+        facts = subquad.describe(name)
+        can = ", ".join(fact if facts[fact] else f"not {fact}" for fact in _FACTS)
+        options = ", ".join(f"{option}={default!r}" for option, default in facts["options"].items()) or "none"
+        lines = [f"{name:20s} {facts['complexity']}; {can}"]
+        for label, text in (("equation", facts["equation"]), ("paper", facts["paper"]), ("options", options)):
+            lead = f"  {label:9s} "
+            lines += textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))
+        paragraphs.append("\n".join(lines))
+    return "\n\n".join(paragraphs)

@@ -1,0 +1,155 @@
+"""Which mechanisms there are. Being listed here is what makes one public and puts it under the contract tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import checks
+from .base import Kernelised, Mechanism
+from .efficient import Efficient
+from .linear import LinearAttention
+from .linformer import Linformer
+from .local import Local
+from .nystrom import Nystrom
+from .performer import Performer
+from .separable_linformer import SeparableLinformer
+from .softmax import Softmax
+from .sparse import Sparse
+from .taylor import Taylor
+
+__all__ = ["MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
+
+MECHANISMS: dict[str, type[Mechanism]] = {
+    "efficient": Efficient,
+    "linear": LinearAttention,
+    "linformer": Linformer,
+    "local": Local,
+    "nystrom": Nystrom,
+    "performer": Performer,
+    "separable-linformer": SeparableLinformer,
+    "softmax": Softmax,
+    "sparse": Sparse,
+    "taylor": Taylor,
+}
+
+
+def _lookup(name: object) -> type[Mechanism]:
+    if isinstance(name, type) and issubclass(name, Mechanism):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"mechanism must be a name, a Mechanism class or a Mechanism object, got {type(name).__name__}")
+    if name not in MECHANISMS:
+        hint = checks.nearest(name, MECHANISMS)
+        raise ValueError(f"mechanism {name!r} is not known; expected one of {sorted(MECHANISMS)}{hint}")
+    return MECHANISMS[name]
+
+
+def create(
+    mechanism: str | Mechanism | type[Mechanism],
+    head_dim: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    **options: Any,
+) -> Mechanism:
+    """A mechanism by name: an `nn.Module` without projections of its own, called as attn(q, k, v).
+
+    head_dim: D, the width of a head
+    heads, kv_heads: needed where parameters are per head; kv_heads < heads for grouped-query heads
+    options: see `describe(name)["options"]`
+
+    A mechanism object passes through unchanged, so that anything that takes a name also takes an object from outside.
+
+    >>> import torch, subquad as sq
+    >>> attn = sq.create("performer", head_dim=64, num_features=256, seed=0)
+    >>> attn(*torch.randn(3, 1, 8, 128, 64)).shape
+    torch.Size([1, 8, 128, 64])
+    """
+    if isinstance(mechanism, Mechanism):
+        if options:
+            raise TypeError(f"{mechanism.name} is an object already; options {sorted(options)} cannot be changed")
+        if head_dim is not None and mechanism.head_dim != head_dim:
+            raise ValueError(f"the mechanism given has head_dim={mechanism.head_dim}, here {head_dim} is needed")
+        return mechanism
+    cls = _lookup(mechanism)
+    if head_dim is None:
+        raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")
+    checks.check_options(f"mechanism {cls.name!r}", options, cls.options())
+    return cls(head_dim, heads, kv_heads, **options)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mechanism: str | Mechanism | type[Mechanism] = "performer",
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Attention in one call: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E) -> (B, Hq, L, E).
+
+    Makes the mechanism anew each time; for a model, `create` it once. Without a `seed` option random mechanisms draw a
+    new projection at every call.
+
+    >>> import torch, subquad as sq
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
+    >>> sq.attention(q, k, v, "linear", is_causal=True).shape
+    torch.Size([2, 4, 16, 8])
+    """
+    checks.check_attention(
+        q, k, v, head_dim=q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0, heads=None, kv_heads=None
+    )
+    if isinstance(mechanism, Mechanism):
+        made = create(mechanism, **options)
+    else:
+        made = create(mechanism, q.shape[-1], q.shape[1], k.shape[1], **options).to(q.device)
+    return made(  # type: ignore[no-any-return]
+        q, k, v, is_causal=is_causal, scale=scale, key_mask=key_mask, query_mask=query_mask
+    )
+
+
+def list_mechanisms(
+    *,
+    causal: bool | None = None,
+    recurrent: bool | None = None,
+    exact: bool | None = None,
+    kernelised: bool | None = None,
+) -> list[str]:
+    """The names of all mechanisms, or of those with the given properties.
+
+    >>> import subquad as sq
+    >>> "performer" in sq.list_mechanisms(causal=True, recurrent=True)
+    True
+    """
+    wanted = {"causal": causal, "recurrent": recurrent, "exact": exact, "kernelised": kernelised}
+    return sorted(
+        name
+        for name, cls in MECHANISMS.items()
+        if all(value is None or getattr(cls, fact) == value for fact, value in wanted.items())
+    )
+
+
+def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
+    """Equation, paper, complexity, causal / recurrent / exact / kernelised, and options with their defaults.
+
+    >>> import subquad as sq
+    >>> sq.describe("linear")["paper"]
+    'Katharopoulos et al., "Transformers are RNNs", 2020'
+    """
+    cls = type(mechanism) if isinstance(mechanism, Mechanism) else _lookup(mechanism)
+    return {
+        "name": cls.name,
+        "equation": cls.equation,
+        "paper": cls.paper,
+        "complexity": cls.complexity,
+        "causal": cls.causal,
+        "recurrent": cls.recurrent,
+        "exact": cls.exact,
+        "kernelised": cls.kernelised,
+        "options": cls.options(),
+    }

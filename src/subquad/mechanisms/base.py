@@ -1,0 +1,380 @@
+"""What every mechanism is: an `nn.Module` without projections of its own that maps q, k, v to an output.
+
+A new mechanism is one file: a final class below `Mechanism` (or `Kernelised`, for a feature map plus a state), with
+its facts as class attributes, its options as keyword arguments of `__init__`, and its name in the literal dict of
+`mechanisms/__init__.py`. Being listed there is what puts it under the contract tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .. import checks
+from ..features.base import FeatureMap
+from ..kernels import dispatch
+from ..state import LinearState
+
+__all__ = ["Kernelised", "Mechanism"]
+
+
+class Mechanism(nn.Module):
+    """Base of all mechanisms.
+
+    Facts, as class attributes:
+        name, equation, paper, complexity: text for `describe`
+        causal, recurrent, exact:  has a causal form; a constant-memory `scan`; equals softmax attention
+        causal_refusal:            why there is no causal form, where there is none
+        cross:                     takes other numbers of queries than keys
+        leaks_by_selection:        its choices (not its weights) see later tokens, which is documented
+        CONTRACT_VARIANTS:         option sets that the contract tests run; every option appears in one of them
+    """
+
+    name: ClassVar[str]
+    equation: ClassVar[str]
+    paper: ClassVar[str]
+    complexity: ClassVar[str]
+    causal: ClassVar[bool] = True
+    recurrent: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    kernelised: ClassVar[bool] = False
+    causal_refusal: ClassVar[str] = ""
+    cross: ClassVar[bool] = True
+    leaks_by_selection: bool = False
+    # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
+    signed: bool = False
+    # Whether the keys given are read at all; Reformer's shared form makes its own from the queries.
+    uses_keys: bool = True
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+
+    def __init__(self, head_dim: int, heads: int | None = None, kv_heads: int | None = None) -> None:
+        super().__init__()
+        checks.check_positive("head_dim", head_dim)
+        for argument, count in (("heads", heads), ("kv_heads", kv_heads)):
+            if count is not None:
+                checks.check_positive(argument, count)
+        if heads is not None and kv_heads is not None and heads % kv_heads:
+            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+        self.head_dim = head_dim
+        self.heads = heads
+        self.kv_heads = heads if kv_heads is None else kv_heads
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Option names and defaults, without head_dim, heads and kv_heads."""
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        fixed = ("self", "head_dim", "heads", "kv_heads")
+        return {p.name: p.default for p in parameters if p.name not in fixed and p.kind is not p.VAR_KEYWORD}
+
+    def config(self) -> dict[str, Any]:
+        """What this mechanism is, as plain data: `create(**config)` makes it again.
+
+        A config that would hold a callable is refused: code cannot be written to JSON, and unpickling it is not safe.
+
+        >>> import json, subquad as sq
+        >>> attn = sq.create("performer", head_dim=8, num_features=16, seed=1)
+        >>> sq.create(**json.loads(json.dumps(attn.config()))).config() == attn.config()
+        True
+        """
+        config: dict[str, Any] = {"mechanism": self.name, "head_dim": self.head_dim}
+        if self.heads is not None:
+            config["heads"] = self.heads
+        if self.kv_heads is not None and self.kv_heads != self.heads:
+            config["kv_heads"] = self.kv_heads
+        for option in self.options():
+            value = getattr(self, option)
+            if isinstance(value, Mechanism):
+                value = value.config()
+            if callable(value):
+                raise TypeError(
+                    f"the option {option}={value!r} of {self.name!r} is a callable, which has no JSON form; "
+                    "use a named choice, or build the mechanism in code and load its state_dict"
+                )
+            config[option] = value
+        return config
+
+    def extra_repr(self) -> str:
+        shown = {option: getattr(self, option, None) for option in self.options()}
+        return ", ".join([f"head_dim={self.head_dim}", *(f"{k}={v!r}" for k, v in shown.items() if v is not None)])
+
+    def need_heads(self, why: str) -> int:
+        """The number of KV heads, or an error that says which option needs it."""
+        if self.kv_heads is None:
+            raise ValueError(f"{self.name} with {why} has parameters per head: pass heads= (and kv_heads= if grouped)")
+        return self.kv_heads
+
+    def resolve_scale(self, scale: float | None) -> float:
+        """The caller's scale, or 1/sqrt(head_dim)."""
+        if scale is None:
+            return 1.0 / math.sqrt(self.head_dim)
+        checks.check_scale(scale)
+        return float(scale)
+
+    # -- the public calls -------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        attn_mask: None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        """Attention: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E) -> (B, Hq, L, E) in v's dtype.
+
+        is_causal:  token i sees tokens 0..i; needs L = S (use `scan` to continue a sequence)
+        scale:      multiplies q.k inside the kernel; None = the mechanism's default
+        key_mask:   (B, S) bool, True = real; masked keys have exactly zero weight
+        query_mask: (B, L) bool, True = real; masked queries give 0
+        backend, chunk_size: who computes and in which pieces; None = the fastest
+        """
+        checks.refuse_attn_mask(attn_mask)
+        checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
+        if is_causal:
+            if not self.causal:
+                checks.refuse_causal(self.name, self.causal_refusal)
+            if q.shape[2] != k.shape[2]:
+                raise ValueError(
+                    f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: where the "
+                    "queries stand is ambiguous. Use scan(q, k, v, state) to continue a sequence"
+                )
+        out = self._attend(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            scale=self.resolve_scale(scale),
+            key_mask=key_mask,
+            query_mask=query_mask,
+            backend=backend,
+            chunk_size=chunk_size,
+        )
+        if query_mask is not None:
+            out = out.masked_fill(~query_mask.unsqueeze(1).unsqueeze(-1), 0.0)
+        return out
+
+    def scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any = None,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Consume any number of tokens (also one), causally, after those in `state`; returns (out, new state).
+
+        q (B, Hq, L, D), k (B, H, L, D), v (B, H, L, E); `state=None` starts a sequence. The state is never changed in
+        place.
+        """
+        if not self.recurrent:
+            raise NotImplementedError(
+                f"{self.name} has no recurrent form, so it cannot scan; choose one of list_mechanisms(recurrent=True)"
+            )
+        checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"scan consumes tokens, so q and k must have the same length, got {q.shape[2]} and {k.shape[2]}; "
+                "use absorb(k, v) and read(q, state) for cross attention"
+            )
+        return self._scan(
+            q,
+            k,
+            v,
+            state,
+            scale=self.resolve_scale(scale),
+            key_mask=key_mask,
+            backend=backend,
+            chunk_size=chunk_size,
+        )
+
+    def absorb(
+        self,
+        k: Tensor,
+        v: Tensor,
+        state: Any = None,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Any:
+        """The state after keys k (B, H, S, D) and values v (B, H, S, E), to be read by later queries."""
+        raise NotImplementedError(f"{self.name} has no state to absorb into; see list_mechanisms(recurrent=True)")
+
+    def read(
+        self,
+        q: Tensor,
+        state: Any,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        """out (B, Hq, L, E): every absorbed key is visible to every query."""
+        raise NotImplementedError(f"{self.name} has no state to read; see list_mechanisms(recurrent=True)")
+
+    def redraw(self) -> None:
+        """Resample what is random, deterministically from the seed and a counter. Mechanisms without any do nothing."""
+
+    def calibrate(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+    ) -> None:
+        """Add sample queries (B, Hq, L, D) and keys (B, H, S, D) to the statistics; call it once per batch."""
+        raise ValueError(f"{self.name} as configured uses no calibration; nothing was changed")
+
+    # -- what a mechanism implements --------------------------------------------------------------------------------
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not implement attention")
+
+    def _scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        *,
+        scale: float,
+        key_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> tuple[Tensor, Any]:
+        raise NotImplementedError(f"{type(self).__name__} does not implement scan")
+
+
+class Kernelised(Mechanism):
+    """A feature map plus one state update: out = phi(q)^T S / phi(q)^T z. Subclasses set `self.feature_map`."""
+
+    recurrent = True
+    kernelised = True
+    feature_map: FeatureMap
+    # Whether the output is divided by phi(q)^T z.
+    normalise: bool = True
+
+    def resolve_scale(self, scale: float | None) -> float:
+        if scale is None:
+            return self.feature_map.default_scale(self.head_dim)
+        return super().resolve_scale(scale)
+
+    def _origin(self, scale: float) -> str:
+        draw = self.feature_map.draw_key()
+        return f"{self.name}({self.extra_repr()}) draw {draw} scale {scale:.9g}"
+
+    def _empty(self, k: Tensor, v: Tensor, scale: float) -> LinearState:
+        return LinearState.empty(
+            k.shape[0],
+            k.shape[1],
+            self.feature_map.num_features,
+            v.shape[-1],
+            k,
+            per_key_scale=self.feature_map.per_key_scale,
+            origin=self._origin(scale),
+        )
+
+    def _checked(self, state: Any, batch: int, heads: int | None, width: int | None, scale: float) -> LinearState:
+        if not isinstance(state, LinearState):
+            raise TypeError(
+                f"state must be a LinearState from {self.name}'s scan() or absorb(), got {type(state).__name__}"
+            )
+        origin = self._origin(scale)
+        if state.origin != origin:
+            raise ValueError(
+                f"the state was made by {state.origin!r}, this call is {origin!r}; "
+                "a state can only be continued by the mechanism, draw and scale that made it"
+            )
+        have = (state.weighted.shape[0], state.weighted.shape[1], state.weighted.shape[3])
+        want = (batch, have[1] if heads is None else heads, have[2] if width is None else width)
+        if have != want:
+            raise ValueError(f"the state has (batch, heads, value width) {have}, the tokens given need {want}")
+        return state
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **call: Any) -> Tensor:
+        call.pop("query_mask")
+        state = self._empty(k, v, call["scale"])
+        if is_causal:
+            return dispatch.causal(self.feature_map, q, k, v, state, normalise=self.normalise, **call)[0]
+        return dispatch.full(self.feature_map, q, k, v, state, normalise=self.normalise, **call)
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, LinearState]:
+        scale = call["scale"]
+        state = (
+            self._empty(k, v, scale)
+            if state is None
+            else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], scale)
+        )
+        return dispatch.causal(self.feature_map, q, k, v, state, normalise=self.normalise, **call)
+
+    def absorb(
+        self,
+        k: Tensor,
+        v: Tensor,
+        state: Any = None,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> LinearState:
+        checks.check_keys(k, v, self.head_dim, self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        number = self.resolve_scale(scale)
+        state = (
+            self._empty(k, v, number)
+            if state is None
+            else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], number)
+        )
+        return dispatch.absorb(
+            self.feature_map, k, v, state, scale=number, key_mask=key_mask, backend=backend, chunk_size=chunk_size
+        )
+
+    def read(
+        self,
+        q: Tensor,
+        state: Any,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        checks.check_queries(q, self.head_dim, self.heads)
+        number = self.resolve_scale(scale)
+        state = self._checked(state, q.shape[0], None, None, number)
+        if q.shape[1] % state.weighted.shape[1]:
+            raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the state's {state.weighted.shape[1]}")
+        return dispatch.read(
+            self.feature_map,
+            q,
+            state,
+            scale=number,
+            normalise=self.normalise,
+            backend=backend,
+            chunk_size=chunk_size,
+        )

@@ -1,0 +1,126 @@
+"""Efficient attention: queries normalised over features, keys over tokens.
+
+    softmax   out_i = sum_r softmax_r(q_i)_r  sum_j e^{k_jr} v_j / sum_j e^{k_jr}          rows sum to 1, rank at most D
+    scaling   out_i = (1/n) sum_j (q_i.k_j) v_j,  n the number of keys
+
+Shen et al., "Efficient Attention: Attention with Linear Complexities", 2021. It is an attention of its own, not an
+estimate of softmax attention. The causal form replaces the sums over all tokens by running sums per feature.
+
+The softmax form is the kernelised one with log features l_q = log softmax(q) - log sum_j e^{k_j} and l_k = k, whose
+normaliser is 1; so it shares the state and the kernels of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..features.base import scaled
+from ..features.elementwise import ElementwiseFeatures, LogFeatures
+from ..kernels import dispatch
+from ..state import LinearState
+from .base import Kernelised
+
+__all__ = ["Efficient"]
+
+
+def identity(x: Tensor) -> Tensor:
+    """x itself: the features of the scaling form."""
+    return x
+
+
+def _log_total(state: LinearState) -> Tensor:
+    """log sum_j e^{k_jr} over absorbed keys, (B, H, D); -inf where there are none."""
+    return state.normaliser.log() + state.log_max
+
+
+@final
+class Efficient(Kernelised):
+    """Efficient attention; M = D. `scale` is 1 unless given (sqrt(scale) multiplies q and k).
+
+    normalization: softmax (rows sum to 1) | scaling (plain products over n; rows do not sum to 1)
+    """
+
+    name = "efficient"
+    equation = "softmax_features(q) (softmax_tokens(k)^T v)"
+    paper = 'Shen et al., "Efficient Attention: Attention with Linear Complexities", 2021'
+    complexity = "O(L D E)"
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = ({}, {"normalization": "scaling"})
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        *,
+        normalization: str = "softmax",
+    ) -> None:
+        super().__init__(head_dim, heads, kv_heads)
+        checks.check_option("normalization", normalization, ("softmax", "scaling"))
+        self.normalization = normalization
+        if normalization == "softmax":
+            self.feature_map = LogFeatures(head_dim)
+        else:
+            self.feature_map = ElementwiseFeatures(identity, head_dim)
+            self.normalise = False
+
+    def _log_queries(self, q: Tensor, log_total: Tensor, scale: float) -> Tensor:
+        """log softmax(q) - log_total; log_total (B, H, L or 1, D) per KV head."""
+        x = scaled(q.to(log_total.dtype), scale, queries=True).unflatten(1, (log_total.shape[1], -1))
+        # Where no key has been seen every key feature is 0 and any finite value does.
+        total = torch.where(torch.isinf(log_total), torch.zeros_like(log_total), log_total)
+        return (torch.log_softmax(x, -1) - total.unsqueeze(2)).flatten(1, 2)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **call: Any) -> Tensor:
+        call.pop("query_mask")
+        scale = call["scale"]
+        state = self._empty(k, v, scale)
+        if is_causal:
+            return self._scan(q, k, v, state, **call)[0]
+        state = dispatch.absorb(self.feature_map, k, v, state, **call)
+        call.pop("key_mask")
+        return self._read(q, state, v.dtype, **call)
+
+    def _read(self, q: Tensor, state: LinearState, dtype: torch.dtype, *, scale: float, **call: Any) -> Tensor:
+        if self.normalization == "softmax":
+            log_q = self._log_queries(q, _log_total(state).unsqueeze(-2), scale)
+            return dispatch.read(self.feature_map, log_q, state, scale=1.0, **call).to(dtype)
+        out = dispatch.read(self.feature_map, q.to(state.weighted.dtype), state, scale=scale, normalise=False, **call)
+        return (out / state.count.clamp(min=1)[:, None, None, None]).to(dtype)
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, LinearState]:
+        scale, key_mask = call.pop("scale"), call["key_mask"]
+        state = (
+            self._empty(k, v, scale)
+            if state is None
+            else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], scale)
+        )
+        if self.normalization == "scaling":
+            real = torch.ones_like(k[:, 0, :, 0], dtype=torch.int64) if key_mask is None else key_mask.long()
+            seen = (state.count[:, None] + real.cumsum(-1)).clamp(min=1)
+            wide = v.to(state.weighted.dtype)  # divide before rounding to v's dtype
+            out, after = dispatch.causal(self.feature_map, q, k, wide, state, scale=scale, normalise=False, **call)
+            return (out / seen[:, None, :, None]).to(v.dtype), after
+        log_k = scaled(k.to(state.weighted.dtype), scale, queries=False)
+        hidden = log_k if key_mask is None else log_k.masked_fill(~key_mask[:, None, :, None], float("-inf"))
+        before = _log_total(state).unsqueeze(-2)
+        log_total = torch.logcumsumexp(torch.cat([before, hidden], -2), -2)[..., 1:, :]
+        log_q = self._log_queries(q, log_total, scale)
+        return dispatch.causal(self.feature_map, log_q, log_k, v, state, scale=1.0, **call)
+
+    def read(
+        self,
+        q: Tensor,
+        state: Any,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        checks.check_queries(q, self.head_dim, self.heads)
+        number = self.resolve_scale(scale)
+        state = self._checked(state, q.shape[0], None, None, number)
+        return self._read(q, state, q.dtype, scale=number, backend=backend, chunk_size=chunk_size)

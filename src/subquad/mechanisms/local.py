@@ -1,0 +1,356 @@
+"""Local attention: exact softmax over a sliding window, and over a few tokens that everyone sees.
+
+    out_i = sum_{j in N(i)} e^{scale q_i.k_j} v_j / sum_{j in N(i)} e^{scale q_i.k_j}
+
+    N(i) = {|i - j| <= window}  or j among the first `global_tokens`  or i among them
+    causal: j <= i as well, so that N(i) = the last `window` tokens, i itself, and the global tokens before i
+
+Beltagy et al., "Longformer: The Long-Document Transformer", 2020. O(L window), in blocks of matmuls. A position is the rank
+of a token among the real tokens of its sequence: padding takes no place in the window, wherever it stands. With a window as
+long as the sequence this is softmax attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from ..state import check_same, register_state
+from .base import Mechanism
+from .softmax import dense_softmax
+from .windows import Order, Shared, check_call, compute_dtype, dense_partial, sliding
+
+__all__ = ["Local", "WindowState"]
+
+
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, H, N, C) at slots index (B, M) -> (B, H, M, C)."""
+    return x.gather(2, index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[-1]))
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """What local attention remembers: the newest tokens, those that everyone sees, and how many there were.
+
+    k, v:             (B, H, window, D), (B, H, window, E)  the newest real tokens, the last one in the last slot
+    first_k, first_v: (B, H, global_tokens, D), (.., E)     the first real tokens
+    count:            (B,) int64  real tokens so far; slots that it does not reach are empty
+    """
+
+    k: Tensor
+    v: Tensor
+    first_k: Tensor
+    first_v: Tensor
+    count: Tensor
+    origin: str = ""
+
+    def extend(self, k: Tensor, v: Tensor, count: Tensor) -> WindowState:
+        """The state after tokens k (B, H, L, D), v (B, H, L, E), of which the first `count` (B,) of each sequence are real."""
+        window, globals_, length = self.k.shape[2], self.first_k.shape[2], k.shape[2]
+        newest = count[:, None] + torch.arange(window, device=k.device)
+        # Slots of [first tokens so far | new tokens]; those beyond the last token are empty, whatever is put there.
+        place = torch.arange(globals_, device=k.device)
+        seen = self.count[:, None]
+        first = torch.where(place < seen, place, globals_ + place - seen).clamp(max=globals_ + length - 1)
+        return WindowState(
+            _gather(torch.cat([self.k, k], 2), newest),
+            _gather(torch.cat([self.v, v], 2), newest),
+            _gather(torch.cat([self.first_k, k], 2), first),
+            _gather(torch.cat([self.first_v, v], 2), first),
+            self.count + count,
+            self.origin,
+        )
+
+    def merge(self, later: WindowState) -> WindowState:
+        """This context followed by `later`'s: the last `window` tokens of both, and the first ones of both."""
+        check_same(self, later)
+        for name in ("k", "v"):
+            mine, theirs = getattr(self, name), getattr(later, name)
+            if mine.shape != theirs.shape:
+                raise ValueError(
+                    f"merge: {name} differs in shape: {checks.describe_shape(mine)} and {checks.describe_shape(theirs)}"
+                )
+        window, globals_ = self.k.shape[2], self.first_k.shape[2]
+        slot = torch.arange(window, device=self.k.device)
+        have = later.count[:, None]
+        # `later` fills its own slots from the right; what it leaves empty is shifted in from here.
+        newest = torch.where(slot >= window - have, window + slot, slot + have)
+        place = torch.arange(globals_, device=self.k.device)
+        seen = self.count[:, None]
+        first = torch.where(place < seen, place, globals_ + place - seen)
+        return WindowState(
+            _gather(torch.cat([self.k, later.k], 2), newest),
+            _gather(torch.cat([self.v, later.v], 2), newest),
+            _gather(torch.cat([self.first_k, later.first_k], 2), first),
+            _gather(torch.cat([self.first_v, later.first_v], 2), first),
+            self.count + later.count,
+            self.origin,
+        )
+
+
+register_state(WindowState)
+
+
+@final
+class Local(Mechanism):
+    """Sliding-window attention with global tokens; exact inside its window.
+
+    window:        tokens on each side (causal: the last `window` tokens, besides the token itself); more than there are
+                   tokens is allowed and gives softmax attention
+    global_tokens: the first tokens of each sequence see everyone and are seen by everyone (causal: by every later token)
+
+    A token whose key is masked is no part of its sequence: it takes no place in any window, and its own output is 0.
+    `scan` keeps the last `window` and the first `global_tokens` tokens, so its memory does not grow. `read(q, state)` lets
+    every query stand where the next token would: it sees the whole window and the global tokens.
+
+    >>> import torch, subquad as sq
+    >>> attn = sq.create("local", head_dim=8, window=4, global_tokens=1)
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
+    >>> out = attn(q, k, v, is_causal=True)
+    >>> first, state = attn.scan(q[:, :, :60], k[:, :, :60], v[:, :, :60])
+    >>> rest, state = attn.scan(q[:, :, 60:], k[:, :, 60:], v[:, :, 60:], state)
+    >>> torch.allclose(torch.cat([first, rest], 2), out, atol=1e-6), state.k.shape
+    (True, torch.Size([1, 2, 4, 8]))
+    """
+
+    name = "local"
+    equation = "softmax over |i - j| <= window and over the first global_tokens"
+    paper = 'Beltagy et al., "Longformer: The Long-Document Transformer", 2020'
+    complexity = "O(L (window + global_tokens) (D + E)); state O((window + global_tokens) (D + E))"
+    recurrent = True
+    cross = False
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"window": 5},
+        {"window": 3, "global_tokens": 2},
+        {"window": 0, "global_tokens": 1},
+        {"window": 64},
+    )
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        *,
+        window: int = 128,
+        global_tokens: int = 0,
+    ) -> None:
+        super().__init__(head_dim, heads, kv_heads)
+        checks.check_positive("window", window, least=0)
+        checks.check_positive("global_tokens", global_tokens, least=0)
+        self.window, self.global_tokens = window, global_tokens
+
+    # -- one call ---------------------------------------------------------------------------------------------------
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> Tensor:
+        check_call(backend, chunk_size)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"local needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query has no "
+                "place among the keys, so there is no window around it. Use 'softmax', 'performer' or 'nystrom'"
+            )
+        with torch.autocast(q.device.type, enabled=False):
+            if backend == "reference":
+                return self._dense(q, k, v, key_mask, is_causal, scale)
+            dtype = compute_dtype(v)
+            order = Order(key_mask, k.shape[2], k.device)
+            q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
+            out = self._causal(q, k, wide, None, order, scale, chunk_size) if is_causal else self._full(
+                q, k, wide, order, scale, chunk_size
+            )
+            return order.back(out).to(v.dtype)
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        """The definition: softmax under an L x L mask."""
+        length = k.shape[2]
+        real = torch.ones(k.shape[0], length, dtype=torch.bool, device=k.device) if mask is None else mask
+        rank = real.cumsum(-1) - 1
+        row, column = rank[:, :, None], rank[:, None, :]
+        visible = ((row - column).abs() <= self.window) | (column < self.global_tokens) | (row < self.global_tokens)
+        if is_causal:
+            visible = visible & (column <= row)
+        visible = visible & real[:, :, None] & real[:, None, :]
+        return dense_softmax(q, k, v, visible[:, None], scale)
+
+    def _full(self, q: Tensor, k: Tensor, v: Tensor, order: Order, scale: float, chunk_size: int | None) -> Tensor:
+        """Not causal: a window on each side, and rows of global tokens over everything."""
+        length, rows = q.shape[2], min(self.global_tokens, q.shape[2])
+        window = min(self.window, max(length - 1, 0))
+        both = (0, 0, window, window)
+        place = torch.arange(length, device=q.device)
+        near = (order.real & (place >= self.global_tokens))[:, None, :, None]
+        shared = None
+        if rows:
+            limit = (order.count - 1)[:, None, :, None].expand(-1, -1, length, -1)
+            shared = Shared(k[:, :, :rows], v[:, :, :rows], limit)
+        out = sliding(
+            q, F.pad(k, both), F.pad(v, both), F.pad(near, both), scale, shared=shared, chunk_size=chunk_size
+        )
+        if not rows:
+            return out
+        everywhere = dense_partial(q[:, :, :rows], k, v, order.real[:, None], scale).finish()
+        return torch.cat([everywhere, out[:, :, rows:]], 2)
+
+    def _causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: WindowState | None,
+        order: Order,
+        scale: float,
+        chunk_size: int | None,
+    ) -> Tensor:
+        """Tokens after those of `state`; what is not real stands at the end and gives anything."""
+        length = k.shape[2]
+        if state is None:
+            window, seen = min(self.window, max(length - 1, 0)), order.count.new_zeros(order.count.shape)
+            keys, values = F.pad(k, (0, 0, window, 0)), F.pad(v, (0, 0, window, 0))
+            first_k, first_v = k[:, :, : self.global_tokens], v[:, :, : self.global_tokens]
+        else:
+            window, seen = self.window, state.count[:, None]
+            keys, values = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+            after = state.extend(k, v, order.count[:, 0])
+            first_k, first_v = after.first_k, after.first_v
+        rank = seen - window + torch.arange(window + length, device=k.device)
+        near = (rank >= self.global_tokens) & (rank < seen + order.count)
+        shared = None
+        if self.global_tokens and length:
+            shared = Shared(first_k, first_v, rank[:, None, window:, None])
+        return sliding(q, keys, values, near[:, None, :, None], scale, shared=shared, chunk_size=chunk_size)
+
+    # -- the recurrent form -----------------------------------------------------------------------------------------
+
+    def _origin(self, scale: float) -> str:
+        return f"local(window={self.window}, global_tokens={self.global_tokens}) scale {scale:.9g}"
+
+    def _empty(self, k: Tensor, v: Tensor, scale: float) -> WindowState:
+        dtype, (batch, heads) = compute_dtype(v), k.shape[:2]
+
+        def slots(count: int, width: int) -> Tensor:
+            return k.new_zeros((batch, heads, count, width), dtype=dtype)
+
+        widths = (k.shape[-1], v.shape[-1])
+        return WindowState(
+            *(slots(self.window, width) for width in widths),
+            *(slots(self.global_tokens, width) for width in widths),
+            k.new_zeros((batch,), dtype=torch.int64),
+            self._origin(scale),
+        )
+
+    def _checked(self, state: Any, scale: float, batch: int, heads: int | None, width: int | None) -> WindowState:
+        if not isinstance(state, WindowState):
+            raise TypeError(f"state must be a WindowState from local's scan() or absorb(), got {type(state).__name__}")
+        if state.origin != self._origin(scale):
+            raise ValueError(f"the state was made by {state.origin!r}, this call is {self._origin(scale)!r}")
+        have = (state.v.shape[0], state.v.shape[1], state.v.shape[3])
+        want = (batch, have[1] if heads is None else heads, have[2] if width is None else width)
+        if have != want:
+            raise ValueError(f"the state has (batch, heads, value width) {have}, the tokens given need {want}")
+        return state
+
+    def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> WindowState:
+        if state is None:
+            return self._empty(k, v, scale)
+        return self._checked(state, scale, k.shape[0], k.shape[1], v.shape[-1])
+
+    def _scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        *,
+        scale: float,
+        key_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> tuple[Tensor, WindowState]:
+        check_call(backend, chunk_size)
+        before = self._before(k, v, state, scale)
+        with torch.autocast(q.device.type, enabled=False):
+            dtype = before.k.dtype
+            order = Order(key_mask, k.shape[2], k.device)
+            q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
+            after = before.extend(k, wide, order.count[:, 0])
+            if backend == "reference":
+                out = self._dense_scan(q, k, wide, before, order, scale)
+            else:
+                out = self._causal(q, k, wide, before, order, scale, chunk_size)
+            return order.back(out).to(v.dtype), after
+
+    def _dense_scan(self, q: Tensor, k: Tensor, v: Tensor, before: WindowState, order: Order, scale: float) -> Tensor:
+        """The definition: every remembered and every new key under one mask, by rank."""
+        seen = before.count[:, None]
+
+        def places(count: int, start: int) -> Tensor:
+            return torch.arange(start, start + count, device=k.device)
+
+        first = places(self.global_tokens, 0).expand(k.shape[0], -1)
+        near, new = seen + places(self.window, -self.window), seen + places(k.shape[2], 0)
+        real = order.real.expand(k.shape[0], -1)
+        exists = torch.cat([first < seen, near >= self.global_tokens, real], 1)
+        column, row = torch.cat([first, near, new], 1)[:, None, :], new[:, :, None]
+        visible = (column <= row) & ((row - column <= self.window) | (column < self.global_tokens)) & exists[:, None, :]
+        keys, values = torch.cat([before.first_k, before.k, k], 2), torch.cat([before.first_v, before.v, v], 2)
+        return dense_softmax(q, keys, values, visible[:, None], scale)
+
+    def absorb(
+        self,
+        k: Tensor,
+        v: Tensor,
+        state: Any = None,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> WindowState:
+        checks.check_keys(k, v, self.head_dim, self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        check_call(backend, chunk_size)
+        before = self._before(k, v, state, self.resolve_scale(scale))
+        order = Order(key_mask, k.shape[2], k.device)
+        return before.extend(*(order.front(x.to(before.k.dtype)) for x in (k, v)), order.count[:, 0])
+
+    def read(
+        self,
+        q: Tensor,
+        state: Any,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        checks.check_queries(q, self.head_dim, self.heads)
+        check_call(backend, chunk_size)
+        number = self.resolve_scale(scale)
+        state = self._checked(state, number, q.shape[0], None, None)
+        near = state.count[:, None] + torch.arange(-self.window, 0, device=q.device) >= self.global_tokens
+        first = torch.arange(self.global_tokens, device=q.device) < state.count[:, None]
+        keys, values = torch.cat([state.first_k, state.k], 2), torch.cat([state.first_v, state.v], 2)
+        visible = torch.cat([first, near], 1)[:, None]
+        with torch.autocast(q.device.type, enabled=False):
+            if backend == "reference":
+                return dense_softmax(q.to(keys.dtype), keys, values, visible[:, None], number).to(q.dtype)
+            if keys.shape[2] == 0:
+                return q.new_zeros((*q.shape[:3], values.shape[-1]))
+            return dense_partial(q.to(keys.dtype), keys, values, visible, number).finish().to(q.dtype)
+

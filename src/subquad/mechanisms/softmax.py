@@ -1,0 +1,199 @@
+"""Exact softmax attention, the standard that the others are measured against.
+
+    out_i = sum_j e^{scale q_i.k_j} v_j / sum_j e^{scale q_i.k_j}
+
+Vaswani et al., "Attention Is All You Need", 2017; computed by torch's scaled_dot_product_attention, O(L S). Its state
+is the list of all keys and values: `scan` works, with memory that grows with the context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from ..state import check_same, register_state
+from .base import Mechanism
+
+__all__ = ["KVState", "Softmax", "dense_softmax"]
+
+
+@dataclass(frozen=True)
+class KVState:
+    """All keys (B, H, S, D), values (B, H, S, E) and which of them are real (B, S) so far."""
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    origin: str = ""
+
+    def merge(self, later: KVState) -> KVState:
+        """This context followed by `later`'s."""
+        check_same(self, later)
+        for name in ("k", "v"):
+            mine, theirs = getattr(self, name), getattr(later, name)
+            if mine.shape[:2] != theirs.shape[:2] or mine.shape[-1] != theirs.shape[-1]:
+                raise ValueError(
+                    f"merge: {name} differs in batch, heads or width: {checks.describe_shape(mine)} and "
+                    f"{checks.describe_shape(theirs)}"
+                )
+        return KVState(
+            torch.cat([self.k, later.k], -2),
+            torch.cat([self.v, later.v], -2),
+            torch.cat([self.mask, later.mask], -1),
+            self.origin,
+        )
+
+
+register_state(KVState)
+
+
+def dense_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Softmax attention from its definition, under a mask that broadcasts to (B, Hq, L, S); 0 where no key is
+    visible.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~visible, float("-inf"))
+    empty = ~visible.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(~visible, 0.0)
+    return (weights @ v.to(dtype)).to(v.dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if visible is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    # A row without a visible key would be 0/0: let it see everything, then make it 0.
+    empty = ~visible.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=grouped)
+    return out.masked_fill(empty, 0.0)
+
+
+@final
+class Softmax(Mechanism):
+    """Exact attention through torch's scaled_dot_product_attention; accepts everything the other mechanisms accept.
+
+    >>> import torch, subquad as sq
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 8)
+    >>> out = sq.create("softmax", head_dim=8)(q, k, v)
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v), atol=1e-6)
+    True
+    """
+
+    name = "softmax"
+    equation = "softmax(q k^T / sqrt(D)) v"
+    paper = 'Vaswani et al., "Attention Is All You Need", 2017'
+    complexity = "O(L S (D + E)); state O(S (D + E))"
+    recurrent = True
+    exact = True
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> Tensor:
+        return self._masked(q, k, v, is_causal, 0, scale, key_mask, backend)
+
+    def _masked(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool,
+        past: int,
+        scale: float,
+        key_mask: Tensor | None,
+        backend: str | None,
+    ) -> Tensor:
+        """Query i stands at position past + i."""
+        if backend is not None:
+            checks.check_option("backend", backend, ("reference",))
+        length, keys = q.shape[2], k.shape[2]
+        if keys == 0 or length == 0:
+            return v.new_zeros((*q.shape[:3], v.shape[-1]))
+        visible = None
+        if key_mask is not None or backend is not None or (is_causal and past and length > 1):
+            visible = torch.ones(length, keys, dtype=torch.bool, device=q.device)
+            if is_causal:
+                visible = visible.tril(past)
+            visible = visible[None, None]
+            if key_mask is not None:
+                visible = visible & key_mask[:, None, None, :]
+        if backend is not None:
+            assert visible is not None
+            return dense_softmax(q, k, v, visible, scale)
+        return _sdpa(q, k, v, visible, is_causal and past == 0, scale)
+
+    def _origin(self, scale: float) -> str:
+        return f"softmax scale {scale:.9g}"
+
+    def _checked(self, state: Any, scale: float) -> KVState:
+        if not isinstance(state, KVState):
+            raise TypeError(f"state must be a KVState from softmax's scan() or absorb(), got {type(state).__name__}")
+        if state.origin != self._origin(scale):
+            raise ValueError(f"the state was made by {state.origin!r}, this call is {self._origin(scale)!r}")
+        return state
+
+    def _scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any,
+        *,
+        scale: float,
+        key_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> tuple[Tensor, KVState]:
+        after = self.absorb(k, v, state, scale=scale, key_mask=key_mask)
+        past = after.k.shape[2] - k.shape[2]
+        # Without padding so far there is nothing to mask, and SDPA's fast path applies.
+        mask = after.mask if key_mask is not None or state is not None else None
+        return self._masked(q, after.k, after.v, True, past, scale, mask, backend), after
+
+    def absorb(
+        self,
+        k: Tensor,
+        v: Tensor,
+        state: Any = None,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> KVState:
+        checks.check_keys(k, v, self.head_dim, self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        number = self.resolve_scale(scale)
+        mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+        new = KVState(k, v, mask, self._origin(number))
+        return new if state is None else self._checked(state, number).merge(new)
+
+    def read(
+        self,
+        q: Tensor,
+        state: Any,
+        *,
+        scale: float | None = None,
+        backend: str | None = None,
+        chunk_size: int | None = None,
+    ) -> Tensor:
+        checks.check_queries(q, self.head_dim, self.heads)
+        number = self.resolve_scale(scale)
+        state = self._checked(state, number)
+        return self._masked(q, state.k, state.v, False, 0, number, state.mask, backend)

@@ -1,0 +1,219 @@
+"""Sparse attention: exact softmax over a fixed pattern of about sqrt(L) keys per query.
+
+    out_i = sum_{j in N(i)} e^{scale q_i.k_j} v_j / sum_{j in N(i)} e^{scale q_i.k_j}
+
+    strided   N(i) = {|i - j| <= stride}  or  {(i - j) mod stride = 0}
+    fixed     N(i) = {j in the block of i}  or  {j among the last `summary` tokens of any block},  blocks of `stride` tokens
+    causal    j <= i as well
+
+Child et al., "Generating Long Sequences with Sparse Transformers", 2019. The paper gives the two halves of a pattern to
+separate heads or merges them; here they are merged into one softmax over the union, in which no key counts twice. A row has
+2 stride + L / stride keys (strided) or stride + summary L / stride (fixed): O(L sqrt(L)) in all where stride is about sqrt(L).
+
+The stride belongs to the model and is never derived from the input: from the padded length it would change a sequence with
+its batch, and from the true length it would let a causal row feel how many tokens come after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from ..kernels.checkpointing import Carry, scan_chunks
+from .base import Mechanism
+from .softmax import dense_softmax
+from .windows import CHUNK_BYTES, Order, Partial, check_call, compute_dtype, join, packed, sliding, unpacked, weighted_sum
+
+__all__ = ["Sparse"]
+
+
+def _rows_of(x: Tensor, stride: int) -> Tensor:
+    """(B, H, L, C) -> (B, H, ceil(L / stride), stride, C), filled up with zeros."""
+    count = -(-x.shape[2] // stride)
+    spare = count * stride - x.shape[2]
+    return (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(2, (count, stride))
+
+
+def _grouped_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """q (B, H G, N, R, D) by k (B, H, N, S, D) -> (B, H, G, N, R, S)."""
+    return (scale * q).unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT
+
+
+def _chunk(chunk_size: int | None, tokens: int, row_bytes: int) -> int:
+    """How many groups of `tokens` tokens, each with `row_bytes` of scores, one step takes."""
+    return max(1, CHUNK_BYTES // row_bytes if chunk_size is None else chunk_size // tokens)
+
+
+@final
+class Sparse(Mechanism):
+    """Strided and fixed sparse attention; exact inside its pattern.
+
+    pattern: strided (neighbours, and every stride-th token) | fixed (own block, and the summary tokens of all blocks)
+    stride:  about the square root of the usual length; longer than the sequence is allowed (strided is then softmax
+             attention, as fixed is)
+    summary: fixed only: how many tokens at the end of each block are seen by everyone (the paper's c), at most stride
+
+    A token whose key is masked is no part of its sequence: positions count real tokens only, and its own output is 0.
+
+    >>> import torch, subquad as sq
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)
+    >>> sq.create("sparse", head_dim=8, stride=10)(q, k, v, is_causal=True).shape
+    torch.Size([1, 2, 100, 8])
+    """
+
+    name = "sparse"
+    equation = "softmax over |i - j| <= stride or (i - j) mod stride = 0 (strided); own block or summary tokens (fixed)"
+    paper = 'Child et al., "Generating Long Sequences with Sparse Transformers", 2019'
+    complexity = "O(L (stride + L / stride) (D + E)), O(L sqrt(L)) at stride = sqrt(L)"
+    cross = False
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"stride": 6},
+        {"stride": 1},
+        {"pattern": "fixed", "stride": 8, "summary": 2},
+        {"pattern": "fixed", "stride": 5, "summary": 5},
+        {"pattern": "fixed", "stride": 128},
+    )
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        *,
+        pattern: str = "strided",
+        stride: int = 128,
+        summary: int = 8,
+    ) -> None:
+        super().__init__(head_dim, heads, kv_heads)
+        checks.check_option("pattern", pattern, ("strided", "fixed"))
+        checks.check_positive("stride", stride)
+        checks.check_positive("summary", summary)
+        if pattern == "fixed" and summary > stride:
+            raise ValueError(
+                f"summary={summary} must be at most stride={stride}: a block of {stride} tokens has no more to show"
+            )
+        self.pattern, self.stride, self.summary = pattern, stride, summary
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        backend: str | None,
+        chunk_size: int | None,
+    ) -> Tensor:
+        check_call(backend, chunk_size)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"sparse needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query has "
+                "no place among the keys, so no pattern is around it. Use 'softmax', 'performer' or 'nystrom'"
+            )
+        if q.shape[2] == 0:
+            return v.new_zeros((*q.shape[:3], v.shape[-1]))
+        with torch.autocast(q.device.type, enabled=False):
+            if backend == "reference":
+                return self._dense(q, k, v, key_mask, is_causal, scale)
+            dtype = compute_dtype(v)
+            order = Order(key_mask, k.shape[2], k.device)
+            q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
+            attend = self._strided if self.pattern == "strided" else self._fixed
+            return order.back(attend(q, k, wide, order.real, is_causal, scale, chunk_size)).to(v.dtype)
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+        """The definition: softmax under an L x L mask."""
+        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if mask is None else mask
+        rank = real.cumsum(-1) - 1
+        row, column = rank[:, :, None], rank[:, None, :]
+        if self.pattern == "strided":
+            visible = ((row - column).abs() <= self.stride) | ((row - column) % self.stride == 0)
+        else:
+            shown = column % self.stride >= self.stride - self.summary
+            visible = (row // self.stride == column // self.stride) | shown
+        if is_causal:
+            visible = visible & (column <= row)
+        visible = visible & real[:, :, None] & real[:, None, :]
+        return dense_softmax(q, k, v, visible[:, None], scale)
+
+    def _strided(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, is_causal: bool, scale: float, chunk_size: int | None
+    ) -> Tensor:
+        """A window of stride - 1 tokens, and the column of every stride-th token without the token itself.
+
+        Tokens at distance stride are in the column already: so no key is counted twice.
+        """
+        length = q.shape[2]
+        window = min(self.stride, length) - 1
+        far = self._columns(q, k, v, real, is_causal, scale, chunk_size) if length > self.stride else None
+        ends = (0, 0, window, 0 if is_causal else window)
+        near = F.pad(real[:, None, :, None], ends)
+        return sliding(q, F.pad(k, ends), F.pad(v, ends), near, scale, far=far, chunk_size=chunk_size)
+
+    def _columns(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, is_causal: bool, scale: float, chunk_size: int | None
+    ) -> Partial:
+        """Laid out in rows of `stride` tokens, a token sees its column: stride attentions of L / stride tokens each."""
+        length, stride = q.shape[2], self.stride
+        rows = -(-length // stride)
+
+        def columns(x: Tensor) -> Tensor:  # (B, H, L, C) -> (B, H, stride, rows C): one column is one "token" of the loop
+            return _rows_of(x, stride).transpose(2, 3).flatten(3, 4)
+
+        place = torch.arange(rows, device=q.device)
+        others = place[:, None] > place if is_causal else place[:, None] != place
+
+        def step(carry: Carry, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> tuple[Carry, Tensor]:
+            q, k, v, real = (x.unflatten(3, (rows, -1)) for x in (q, k, v, real))
+            hidden = ~(others & real.mT)  # (B, 1, columns, rows, rows)
+            scores = _grouped_scores(q, k, scale).masked_fill_(hidden.unsqueeze(2), float("-inf"))
+            return carry, packed(weighted_sum(scores, v.unsqueeze(2))).flatten(1, 2).flatten(3, 4)
+
+        size = _chunk(chunk_size, rows, q.shape[0] * q.shape[1] * rows * rows * q.element_size())
+        inputs = [columns(x) for x in (q, k, v, real[:, None, :, None])]
+        _, out = scan_chunks(step, (), inputs, [], size)
+        assert out is not None
+        return unpacked(out.unflatten(3, (rows, -1)).transpose(2, 3).flatten(2, 3)[:, :, :length])
+
+    def _fixed(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, is_causal: bool, scale: float, chunk_size: int | None
+    ) -> Tensor:
+        """The own block, and the summary tokens of the other blocks: those of the own block are in it already."""
+        length = q.shape[2]
+        stride, summary = min(self.stride, length), min(self.summary, length)
+        if length < self.stride:
+            summary = 0  # the only block shows its tokens to nobody else
+        blocks = -(-length // stride)
+        parts = [_rows_of(x, stride) for x in (q, k, v, real[:, None, :, None])]
+        shown_k, shown_v, shown = (x[:, :, :, stride - summary :].flatten(2, 3) for x in parts[1:])
+        place = torch.arange(stride, device=q.device)
+        inside = place[:, None] >= place if is_causal else place.new_ones((stride, stride), dtype=torch.bool)
+        number = torch.arange(blocks, device=q.device)
+        home = number.repeat_interleave(summary)
+
+        def step(
+            carry: Carry, q: Tensor, k: Tensor, v: Tensor, real: Tensor, block: Tensor
+        ) -> tuple[Carry, Tensor]:
+            q, k, v, real = (x.unflatten(3, (stride, -1)) for x in (q, k, v, real))
+            hidden = ~(inside & real.mT).unsqueeze(2)  # (B, 1, 1, blocks, stride, stride)
+            scores = _grouped_scores(q, k, scale).masked_fill_(hidden, float("-inf"))
+            part = weighted_sum(scores, v.unsqueeze(2))
+            if blocks > 1:
+                others = home < block if is_causal else home != block  # (B, 1, blocks, blocks * summary)
+                hidden = ~(others & shown.mT).unsqueeze(2).unsqueeze(-2)
+                scores = _grouped_scores(q, shown_k.unsqueeze(2), scale).masked_fill_(hidden, float("-inf"))
+                part = join(part, weighted_sum(scores, shown_v[:, :, None, None]))
+            return carry, part.finish().flatten(1, 2).flatten(3, 4)
+
+        row_bytes = q.shape[0] * q.shape[1] * stride * (stride + blocks * summary) * q.element_size()
+        inputs = [x.flatten(3, 4) for x in parts] + [number.view(1, 1, blocks, 1).expand(q.shape[0], -1, -1, -1)]
+        _, out = scan_chunks(step, (), inputs, [shown_k, shown_v], _chunk(chunk_size, stride, row_bytes))
+        assert out is not None
+        return out.unflatten(3, (stride, -1)).flatten(2, 3)[:, :, :length]

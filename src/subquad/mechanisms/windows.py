@@ -1,0 +1,332 @@
+"""Exact softmax attention inside a sliding window, in blocks of matmuls: O(L w) time and memory, never L x S.
+
+    query i sees the key slots i .. i + span,        span = (number of keys) - (number of queries)
+
+A causal window of w tokens is this with the w earlier keys (or w empty slots) put in front, a window of w tokens on each
+side with w slots put at both ends. Parts of one softmax are kept as `Partial` until they are joined: numerator, normaliser
+and the log shift both were divided by, so that windows, single keys and a far field can share one normaliser.
+
+`Order` moves the real tokens of each sequence to its front. Positions are then ranks among real tokens, so that padding
+takes no place in a window, a stride or a projection, wherever it stands.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import checks
+from ..kernels.checkpointing import Carry, scan_chunks, tracing
+from ..state import finite, safe_divide
+
+__all__ = [
+    "Order",
+    "Partial",
+    "Shared",
+    "banded",
+    "check_call",
+    "compute_dtype",
+    "dense_partial",
+    "join",
+    "packed",
+    "sliding",
+    "unpacked",
+    "weighted_sum",
+    "window_attention",
+    "window_partial",
+]
+
+# Rows per block: a block sees block + span keys of which each row uses span + 1, so small blocks waste little and large
+# ones make better matmuls.
+LEAST_BLOCK, MOST_BLOCK = 64, 128
+# Bytes of the scores of one chunk of queries, small enough to stay in the last-level cache between the passes over them.
+CHUNK_BYTES = 8 << 20
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float32, or x's own dtype if that is wider: scores and sums are never formed in half precision."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def check_call(backend: str | None, chunk_size: int | None) -> None:
+    """Refuse what a mechanism with one fast form and one definition does not know."""
+    if backend is not None:
+        checks.check_option("backend", backend, ("reference",))
+    if chunk_size is not None:
+        checks.check_positive("chunk_size", chunk_size)
+
+
+class Partial(NamedTuple):
+    """Attention of some rows over some keys, before it is normalised.
+
+    numerator:  (..., L, E)  sum_j e^{s_ij - shift_i} v_j
+    normaliser: (..., L)     sum_j e^{s_ij - shift_i}
+    shift:      (..., L)     the largest visible score of the row, -inf where no key is visible; a constant for gradients
+    """
+
+    numerator: Tensor
+    normaliser: Tensor
+    shift: Tensor
+
+    def finish(self) -> Tensor:
+        """numerator / normaliser, and 0 where no key is visible."""
+        return safe_divide(self.numerator, self.normaliser)
+
+
+def join(a: Partial, b: Partial) -> Partial:
+    """The same rows over the keys of `a` and of `b`, which must not overlap.
+
+    >>> q, k, v = torch.randn(3, 1, 1, 6, 4)
+    >>> left, right = (dense_partial(q, k[:, :, s], v[:, :, s], None, 1.0) for s in (slice(0, 2), slice(2, 6)))
+    >>> torch.allclose(join(left, right).finish(), torch.softmax(q @ k.mT, -1) @ v, atol=1e-6)
+    True
+    """
+    shift = torch.maximum(a.shift, b.shift)
+    mine, theirs = torch.exp(a.shift - finite(shift)), torch.exp(b.shift - finite(shift))
+    return Partial(
+        a.numerator * mine.unsqueeze(-1) + b.numerator * theirs.unsqueeze(-1),
+        a.normaliser * mine + b.normaliser * theirs,
+        shift,
+    )
+
+
+def banded(rows: int, columns: int, span: int, device: torch.device) -> Tensor:
+    """(rows, columns) bool: column t is inside the window of row r, r <= t <= r + span."""
+    offset = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
+    return (offset >= 0) & (offset <= span)
+
+
+def _all_finite(v: Tensor) -> bool:
+    """Whether v is known to hold no NaN and no infinity. Only a CPU can look without waiting, and no tracer can."""
+    return v.device.type == "cpu" and not tracing(v) and bool(v.detach().sum().isfinite())
+
+
+def weighted_sum(scores: Tensor, v: Tensor) -> Partial:
+    """scores (..., L, S), -inf at hidden keys, and v (..., S, E); `scores` is overwritten.
+
+    A hidden key has weight 0, but 0 times a value that is not finite would be NaN: such values count as 0 in the product and
+    make exactly those rows NaN that give them a weight.
+    """
+    shift = scores.detach().amax(-1)
+    weights = scores.sub_(finite(shift).unsqueeze(-1)).exp_()
+    if _all_finite(v):
+        return Partial(weights @ v, weights.sum(-1), shift)
+    broken = ~v.isfinite().all(-1, keepdim=True)
+    touched = (weights @ broken.to(weights.dtype)) > 0
+    numerator = (weights @ v.masked_fill(broken, 0.0)).masked_fill(touched, float("nan"))
+    return Partial(numerator, weights.sum(-1), shift)
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """(B, H G, L, D) -> (B, H, G, L, D): the query heads of each key head."""
+    return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
+
+
+def _ungrouped(part: Partial) -> Partial:
+    return Partial(*(x.flatten(1, 2) for x in part))
+
+
+def dense_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
+    """Rows q (B, Hq, L, D) over few keys k (B, H, S, D), v (B, H, S, E); visible (B or 1, L or 1, S) bool, None = all."""
+    rows = _grouped(q, k.shape[1])
+    scores = (scale * rows) @ k.unsqueeze(2).mT
+    if visible is not None:
+        scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
+    return _ungrouped(weighted_sum(scores, v.unsqueeze(2)))
+
+
+def _block_size(length: int, span: int) -> int:
+    block = min(MOST_BLOCK, max(LEAST_BLOCK, -(-span // 2)))
+    return min(length, -(-block // 16) * 16)
+
+
+def _neighbours(x: Tensor, block: int, blocks: int, span: int) -> Tensor:
+    """(B, H, blocks * block + span, C) -> (B, H, blocks, block + span, C): the slots that each block of rows may see."""
+    if blocks == 1:
+        return x.unsqueeze(2)
+    reach = -(-span // block)
+    spare = (blocks + reach) * block - x.shape[2]
+    parts = (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(2, (blocks + reach, block))
+    last = block + span - reach * block
+    pieces = [parts[:, :, i : i + blocks] for i in range(reach)]
+    return torch.cat([*pieces, parts[:, :, reach : reach + blocks, :last]], 3)
+
+
+class _Blocks(NamedTuple):
+    """Queries in blocks, each with the slots it may see; R = G block rows, K = block + span slots."""
+
+    rows: Tensor  # (B, H, blocks, R, D)
+    keys: Tensor  # (B, H, blocks, K, D)
+    values: Tensor  # (B, H, blocks, K, E)
+    allowed: Tensor  # (B or 1, 1, blocks, R, K)
+    groups: int
+
+    def unblocked(self, x: Tensor, length: int) -> Tensor:
+        """(B, H, blocks, R, ..) -> (B, H G, length, ..)."""
+        x = x.unflatten(3, (self.groups, -1)).transpose(2, 3).flatten(3, 4)
+        return x[:, :, :, :length].flatten(1, 2)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> _Blocks:
+    length, span = q.shape[2], k.shape[2] - q.shape[2]
+    block = _block_size(length, span)
+    blocks = -(-length // block)
+    spare = blocks * block - length
+    rows = _grouped(q, k.shape[1])  # (B, H, G, L, D)
+    groups = rows.shape[2]
+    if spare:
+        rows = F.pad(rows, (0, 0, 0, spare))
+        k, v, visible = (F.pad(x, (0, 0, 0, spare)) for x in (k, v, visible))
+    rows = rows.unflatten(3, (blocks, block)).transpose(2, 3).flatten(3, 4)
+    keys, values, seen = (_neighbours(x, block, blocks, span) for x in (k, v, visible))
+    band = banded(block, block + span, span, q.device).repeat(groups, 1)
+    return _Blocks(rows, keys, values, seen.mT & band, groups)
+
+
+def window_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Partial:
+    """Query i of q (B, Hq, L, D) over the slots i .. i + span of k (B, H, span + L, D), v (B, H, span + L, E).
+
+    visible (B or 1, 1, span + L, 1) bool says which slots hold a key. O(L (span + block)) time and memory; for long inputs
+    see `sliding`, which keeps O(L) for the backward.
+
+    >>> q, k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
+    >>> window_partial(q, k, v, torch.ones(1, 1, 7, 1, dtype=torch.bool), 0.5).finish().shape
+    torch.Size([1, 2, 5, 4])
+    """
+    cut = _in_blocks(scale * q, k, v, visible)
+    scores = (cut.rows @ cut.keys.mT).masked_fill_(~cut.allowed, float("-inf"))
+    return Partial(*(cut.unblocked(x, q.shape[2]) for x in weighted_sum(scores, cut.values)))
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """`window_partial(...).finish()`, by torch's fused attention where it may be used: out (B, Hq, L, E)."""
+    if not _all_finite(v):
+        return window_partial(q, k, v, visible, scale).finish()
+    cut = _in_blocks(q, k, v, visible)
+    # A row without a visible key would be 0/0: let it see everything, then make it 0.
+    empty = ~cut.allowed.any(-1, keepdim=True)
+    mask = cut.allowed | empty
+    if mask.shape[0] == 1:  # (B, H) as torch's batch, blocks as its heads: one mask for all
+        rows, keys, values = (x.flatten(0, 1) for x in cut[:3])
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask.squeeze(1), scale=scale)
+        out = out.unflatten(0, (q.shape[0], k.shape[1]))
+    else:
+        rows, keys, values, mask = (x.transpose(1, 2).flatten(0, 1) for x in (*cut[:3], mask))
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        out = out.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    return cut.unblocked(out.masked_fill(empty, 0.0), q.shape[2])
+
+
+class Shared(NamedTuple):
+    """Keys that stand outside the window: k (B, H, g, D), v (B, H, g, E); query i sees those up to limit (B, 1, L, 1)."""
+
+    k: Tensor
+    v: Tensor
+    limit: Tensor
+
+
+def sliding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    *,
+    shared: Shared | None = None,
+    far: Partial | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """`window_partial` with `shared` keys and a `far` part (B, Hq, L, ..) in the same softmax: out (B, Hq, L, E).
+
+    Chunk by chunk; the backward computes each chunk again from its inputs, so O(L) memory is kept and not O(L w).
+    """
+    length, span = q.shape[2], k.shape[2] - q.shape[2]
+    if length == 0:
+        return v.new_zeros((*q.shape[:3], v.shape[-1]))
+    first = [x[:, :, :span] for x in (k, v, visible)]
+    rest = [x[:, :, span:] for x in (k, v, visible)]
+    constants = [] if shared is None else [shared.k, shared.v]
+    limits = None if shared is None else shared.limit
+
+    def step(
+        carry: Carry, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, limit: Tensor | None, far: Tensor | None
+    ) -> tuple[Carry, Tensor]:
+        k, v, visible = (torch.cat([old, new], 2) for old, new in zip(carry, (k, v, visible), strict=True))
+        tokens = q.shape[2]
+        carry = (k[:, :, tokens:], v[:, :, tokens:], visible[:, :, tokens:])
+        if shared is None and far is None:
+            return carry, window_attention(q, k, v, visible, scale)
+        part = window_partial(q, k, v, visible, scale)
+        if shared is not None:
+            assert limit is not None
+            allowed = torch.arange(shared.k.shape[2], device=q.device) <= limit.squeeze(1)
+            part = join(part, dense_partial(q, shared.k, shared.v, allowed, scale))
+        if far is not None:
+            part = join(part, unpacked(far))
+        return carry, part.finish()
+
+    if chunk_size is None:
+        block = _block_size(length, span)
+        row_bytes = q.shape[0] * q.shape[1] * (block + span) * q.element_size()
+        # A chunk copies the span before it: shorter ones would copy more than they compute.
+        chunk_size = max(block, span // block * block, CHUNK_BYTES // row_bytes // block * block)
+    parts = None if far is None else packed(far)
+    _, out = scan_chunks(step, tuple(first), (q, *rest, limits, parts), constants, chunk_size)
+    assert out is not None
+    return out
+
+
+def packed(part: Partial) -> Tensor:
+    """A partial as one tensor (..., L, E + 2), for loops that carry one tensor per token."""
+    return torch.cat([part.numerator, part.normaliser.unsqueeze(-1), part.shift.unsqueeze(-1)], -1)
+
+
+def unpacked(x: Tensor) -> Partial:
+    """What `packed` packed. The shift is a constant for gradients."""
+    return Partial(x[..., :-2], x[..., -2], x[..., -1].detach())
+
+
+class Order:
+    """The real tokens of each sequence, moved to its front in their order; `mask` (B, L) bool, True = real, or None.
+
+    count: (B, 1) int64, real tokens per sequence; real: (B, L) bool, which places hold one after the move;
+    B is 1 where there is no mask, since then all sequences are alike
+
+    >>> order = Order(torch.tensor([[False, True, True]]), 3, torch.device("cpu"))
+    >>> x = torch.tensor([7.0, 8.0, 9.0]).view(1, 1, 3, 1)
+    >>> order.front(x).flatten().tolist(), order.back(order.front(x)).flatten().tolist()
+    ([8.0, 9.0, 7.0], [0.0, 8.0, 9.0])
+    """
+
+    def __init__(self, mask: Tensor | None, length: int, device: torch.device) -> None:
+        self.mask = mask
+        places = torch.arange(length, device=device)
+        self._order: Tensor | None = None
+        if mask is None:
+            self.count = torch.full((1, 1), length, dtype=torch.int64, device=device)
+            self.real = places.new_ones((1, length), dtype=torch.bool)
+            return
+        self.count = mask.sum(-1, keepdim=True)
+        self.real = places < self.count
+        # Padding usually stands at the end already. Only a CPU can look without waiting.
+        if tracing(mask) or device.type != "cpu" or not torch.equal(mask, self.real):
+            self._order = torch.argsort((~mask).to(torch.uint8), dim=-1, stable=True)
+
+    @staticmethod
+    def _take(x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+    def front(self, x: Tensor) -> Tensor:
+        """x (B, H, L, C) with the real tokens first."""
+        return x if self._order is None else self._take(x, self._order)
+
+    def back(self, x: Tensor) -> Tensor:
+        """x as `front` left it, in the order it came from; 0 at tokens that are not real."""
+        if self.mask is None:
+            return x
+        if self._order is not None:
+            x = self._take(x, torch.argsort(self._order, dim=-1))
+        return x.masked_fill(~self.mask[:, None, :, None], 0.0)

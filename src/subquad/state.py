@@ -1,0 +1,214 @@
+"""The state of kernelised attention: what remains of the past, in constant memory.
+
+    S = sum_j phi(k_j) v_j^T,     z = sum_j phi(k_j),     out(q) = (phi(q)^T S) / (phi(q)^T z)
+
+kept as S e^{-c}, z e^{-c} with c the running maximum of the keys' log scale, one per feature: large and small features
+each keep their own exponent, so nothing overflows or underflows however long the sequence is. When c grows the sums are
+rescaled by e^{c_old - c_new}, exactly; c itself is a constant for gradients, because no output depends on it.
+
+A state is immutable: `absorb` and `merge` return a new one. States merge associatively and in order, so a prefix can be
+cached once and a sequence can be cut over machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .checks import describe_shape
+from .features.base import Features, weigh
+
+__all__ = ["LinearState", "check_same", "finite", "merge", "register_state", "safe_divide"]
+
+
+def finite(shift: Tensor) -> Tensor:
+    """`shift` with its infinities replaced by 0: -inf - (-inf) is NaN, and where nothing was seen any shift will do."""
+    return torch.where(torch.isinf(shift), torch.zeros_like(shift), shift)
+
+
+def safe_divide(numerator: Tensor, normaliser: Tensor) -> Tensor:
+    """numerator / normaliser, (..., L, E) by (..., L), and 0 where the normaliser is 0 (no key is visible).
+
+    The gradient there is 0 as well, not NaN. NaN in the normaliser reaches the output.
+    """
+    empty = normaliser == 0
+    divided = numerator / torch.where(empty, torch.ones_like(normaliser), normaliser).unsqueeze(-1)
+    return divided.masked_fill(empty.unsqueeze(-1), 0.0)
+
+
+@dataclass(frozen=True)
+class LinearState:
+    """What a kernelised mechanism remembers. Make one with `mechanism.scan` or `mechanism.absorb`.
+
+    weighted:   (B, H, M, E)  S e^{-c}
+    normaliser: (B, H, M)     z e^{-c}
+    log_max:    (B, H, M) or (B, H, 1)   c; -inf before the first key
+    count:      (B,) int64    how many real keys were absorbed
+    origin:     which mechanism, draw and scale the features came from
+    """
+
+    weighted: Tensor
+    normaliser: Tensor
+    log_max: Tensor
+    count: Tensor
+    origin: str = ""
+
+    @staticmethod
+    def empty(
+        batch: int, heads: int, features: int, width: int, like: Tensor, *, per_key_scale: str, origin: str = ""
+    ) -> LinearState:
+        """A state that has seen nothing, on `like`'s device, in `like`'s dtype but never below float32."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        columns = features if per_key_scale == "feature" else 1
+        # Maps without a log scale never shift: their c is 0 from the start.
+        start = 0.0 if per_key_scale == "none" else float("-inf")
+        return LinearState(
+            weighted=like.new_zeros((batch, heads, features, width), dtype=dtype),
+            normaliser=like.new_zeros((batch, heads, features), dtype=dtype),
+            log_max=like.new_full((batch, heads, columns), start, dtype=dtype),
+            count=like.new_zeros((batch,), dtype=torch.int64),
+            origin=origin,
+        )
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], origin: str) -> LinearState:
+        """The state whose `tensors` these are."""
+        weighted, normaliser, log_max, count = tensors
+        return LinearState(weighted, normaliser, log_max, count, origin)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """weighted, normaliser, log_max, count."""
+        return self.weighted, self.normaliser, self.log_max, self.count
+
+    def absorb(self, keys: Features, v: Tensor, count: Tensor | int) -> LinearState:
+        """The state after further tokens: keys (B, H, L, M), v (B, H, L, E). Masked keys have features of weight 0."""
+        if keys.log_scale is None:
+            weights, rho = weigh(keys, None), None
+            log_max = self.log_max
+        else:
+            log_max = torch.maximum(self.log_max, keys.log_scale.detach().amax(-2))
+            weights = weigh(keys, -finite(log_max).unsqueeze(-2))
+            rho = torch.exp(self.log_max - finite(log_max))
+        weighted = weights.transpose(-1, -2) @ v
+        normaliser = weights.sum(-2)
+        if rho is None:
+            weighted, normaliser = self.weighted + weighted, self.normaliser + normaliser
+        else:
+            weighted = torch.addcmul(weighted, self.weighted, rho.unsqueeze(-1))
+            normaliser = torch.addcmul(normaliser, self.normaliser, rho)
+        return LinearState(weighted, normaliser, log_max, self.count + count, self.origin)
+
+    def partial(self, queries: Features) -> tuple[Tensor, Tensor, Tensor]:
+        """Numerator (B,H,L,E), normaliser (B,H,L) and the log shift (B,H,L) both were divided by, per query."""
+        log_max = self.log_max.unsqueeze(-2)
+        if queries.log_scale is None and log_max.shape[-1] == 1:
+            assert queries.values is not None
+            weights, row_max = queries.values, log_max.expand(*queries.values.shape[:-1], 1)
+        else:
+            shifted = log_max + (0.0 if queries.log_scale is None else queries.log_scale)
+            row_max = shifted.detach().amax(-1, keepdim=True)
+            weights = shifted.sub_(finite(row_max)).exp_()
+            if queries.values is not None:
+                weights = queries.values * weights
+        numerator = weights @ self.weighted
+        normaliser = (weights @ self.normaliser.unsqueeze(-1)).squeeze(-1)
+        return numerator, normaliser, row_max.squeeze(-1)
+
+    def read(self, queries: Features) -> Tensor:
+        """out (B, H, L, E) for query features (B, H, L, M): every absorbed key is visible to every query."""
+        numerator, normaliser, _ = self.partial(queries)
+        return safe_divide(numerator, normaliser)
+
+    def merge(self, later: LinearState) -> LinearState:
+        """The state of this context followed by `later`'s."""
+        check_same(self, later)
+        log_max = torch.maximum(self.log_max, later.log_max)
+        mine, theirs = torch.exp(self.log_max - finite(log_max)), torch.exp(later.log_max - finite(log_max))
+        return LinearState(
+            self.weighted * mine.unsqueeze(-1) + later.weighted * theirs.unsqueeze(-1),
+            self.normaliser * mine + later.normaliser * theirs,
+            log_max,
+            self.count + later.count,
+            self.origin,
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> LinearState:
+        """The same state on another device; the dtype of the sums is kept at float32 or above."""
+        moved = [tensor.to(*args, **kwargs) if tensor.is_floating_point() else tensor for tensor in self.tensors]
+        least = torch.promote_types(moved[0].dtype, torch.float32)
+        moved = [tensor.to(moved[0].device, least if tensor.is_floating_point() else None) for tensor in moved]
+        return LinearState.of(moved, self.origin)
+
+    def detach(self) -> LinearState:
+        """The same state, cut off from the graph: truncated back-propagation through time."""
+        return LinearState.of([tensor.detach() for tensor in self.tensors], self.origin)
+
+
+def check_same(earlier: Any, later: Any) -> None:
+    """Refuse to merge states that do not continue each other: another kind, draw, or shape."""
+    if type(earlier) is not type(later):
+        raise TypeError(
+            f"merge: got a {type(earlier).__name__} and a {type(later).__name__}; "
+            "both states must come from the same mechanism"
+        )
+    if earlier.origin != later.origin:
+        raise ValueError(
+            f"merge: the states come from different features: {earlier.origin!r} and {later.origin!r}. "
+            "Only states of one mechanism with the same seed, number of redraws and scale can be merged; "
+            "absorb the tokens again with one of the two"
+        )
+    for name in ("weighted", "log_max"):
+        mine, theirs = getattr(earlier, name, None), getattr(later, name, None)
+        if mine is not None and theirs is not None and mine.shape != theirs.shape:
+            raise ValueError(f"merge: {name} differs in shape: {describe_shape(mine)} and {describe_shape(theirs)}")
+
+
+def merge(earlier: Any, later: Any) -> Any:
+    """The state of `earlier`'s tokens followed by `later`'s. Ordered and associative; neither argument changes.
+
+    >>> import subquad as sq
+    >>> attn = sq.create("linear", head_dim=8)
+    >>> k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> whole = attn.absorb(k, v)
+    >>> halves = sq.merge(attn.absorb(k[:, :, :3], v[:, :, :3]), attn.absorb(k[:, :, 3:], v[:, :, 3:]))
+    >>> torch.allclose(whole.weighted, halves.weighted, atol=1e-6)
+    True
+    """
+    if not hasattr(earlier, "merge"):
+        raise TypeError(f"merge: expected two states from scan() or absorb(), got {type(earlier).__name__}")
+    check_same(earlier, later)
+    return earlier.merge(later)
+
+
+def register_state(cls: type, static: tuple[str, ...] = ("origin",)) -> None:
+    """Make a state class a pytree, so that `vmap`, `torch.compile` and `torch.export` take it apart and rebuild it.
+
+    `static` fields are not tensors: they stay with the structure.
+    """
+    names = [field.name for field in fields(cls) if field.name not in static]
+
+    def flatten(state: Any) -> tuple[list[Any], Any]:
+        return [getattr(state, name) for name in names], tuple(getattr(state, name) for name in static)
+
+    def unflatten(leaves: Any, context: Any) -> Any:
+        return cls(**dict(zip(names, leaves, strict=True)), **dict(zip(static, context, strict=True)))
+
+    def flatten_with_keys(state: Any) -> tuple[list[Any], Any]:
+        return [(pytree.GetAttrKey(name), getattr(state, name)) for name in names], flatten(state)[1]
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"subquad.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+register_state(LinearState)

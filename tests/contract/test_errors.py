@@ -1,0 +1,114 @@
+"""Contract 10: wrong input raises an error that says the argument, what was given, what is expected."""
+
+import pytest
+import torch
+
+import subquad as sq
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda q, k, v: (q[0], k, v), ValueError, "q must have 4 dimensions"),
+        (lambda q, k, v: (q, k[..., 0], v), ValueError, "k must have 4 dimensions"),
+        (lambda q, k, v: (q.long(), k, v), TypeError, "q must be a floating-point tensor"),
+        (lambda q, k, v: (q, k, v.int()), TypeError, "v must be a floating-point tensor"),
+        (lambda q, k, v: (q, k, [1.0]), TypeError, "v must be a tensor"),
+        (lambda q, k, v: (q[..., :7], k, v), ValueError, "head width 7"),
+        (lambda q, k, v: (q, k[..., :7], v), ValueError, "head width 7"),
+        (lambda q, k, v: (q, k[:, :, :5], v), ValueError, "k and v must agree"),
+        (lambda q, k, v: (q, k[:, :1], v), ValueError, "k and v must agree"),
+        (lambda q, k, v: (q[:1], k, v), ValueError, "same batch size"),
+        (lambda q, k, v: (q.float(), k, v), ValueError, "share device and dtype"),
+        (lambda q, k, v: (q, k.float(), v), ValueError, "share device and dtype"),
+        (lambda q, k, v: (torch.cat([q, q[:, :1]], 1), k, v), ValueError, "heads"),
+    ],
+)
+def test_wrong_tensors(first_case, change, kind, message):
+    attn, inputs = first_case.make(), first_case.inputs(length=6)
+    with pytest.raises(kind, match=message):
+        attn(*change(*inputs))
+
+
+@pytest.mark.parametrize("argument", ["key_mask", "query_mask"])
+def test_wrong_masks(first_case, argument):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6)
+    with pytest.raises(ValueError, match=rf"{argument} must have shape \(batch, length\)"):
+        attn(q, k, v, **{argument: torch.ones(2, 5, dtype=torch.bool)})
+    with pytest.raises(TypeError, match=f"{argument} must be bool"):
+        attn(q, k, v, **{argument: torch.ones(2, 6)})
+    with pytest.raises(TypeError, match=f"{argument} must be a bool tensor"):
+        attn(q, k, v, **{argument: [True] * 6})
+
+
+def test_an_attention_mask_is_refused_by_name(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6)
+    with pytest.raises(ValueError, match="attn_mask is not supported"):
+        attn(q, k, v, attn_mask=torch.ones(6, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), "big", True])
+def test_wrong_scale(first_case, scale):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6)
+    with pytest.raises(ValueError, match="scale must be a finite number"):
+        attn(q, k, v, scale=scale)
+
+
+def test_unknown_options_name_the_valid_ones(first_case):
+    with pytest.raises(TypeError, match="has no option 'no_such_option'"):
+        sq.create(first_case.name, 8, 2, **{**first_case.options, "no_such_option": 1})
+
+
+def test_unknown_backend_is_refused(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6)
+    with pytest.raises(ValueError, match="backend='cuda-magic' is not known"):
+        attn(q, k, v, backend="cuda-magic")
+
+
+def test_chunk_size_must_be_positive(kernelised_case):
+    attn, (q, k, v) = kernelised_case.make(), kernelised_case.inputs(length=6)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1"):
+        attn(q, k, v, chunk_size=-4)
+    with pytest.raises(TypeError, match="chunk_size must be an integer"):
+        attn(q, k, v, chunk_size=2.5)
+
+
+def test_states_of_others_are_refused(recurrent_case):
+    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs(length=6)
+    _, state = attn.scan(q, k, v)
+    with pytest.raises(TypeError, match="state must be"):
+        attn.scan(q, k, v, {"weighted": 1})
+    with pytest.raises(ValueError, match="state"):
+        attn.scan(q, k, v, state, scale=0.123)
+    if "seed" in recurrent_case.cls.options():
+        attn.redraw()
+        with pytest.raises(ValueError, match="draw"):
+            attn.scan(q, k, v, state)
+        _, other = attn.scan(q, k, v)
+        with pytest.raises(ValueError, match="different features"):
+            sq.merge(state, other)
+
+
+def test_states_of_other_shapes_are_refused(recurrent_case):
+    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs(length=6)
+    _, state = attn.scan(q, k, v)
+    with pytest.raises(ValueError, match="batch"):
+        attn.scan(q[:1], k[:1], v[:1], state)
+    _, narrow = attn.scan(q, k, v[..., :3])
+    with pytest.raises(ValueError, match=r"width|shape"):
+        attn.scan(q, k, v, narrow)
+    with pytest.raises(ValueError, match=r"width|shape"):
+        sq.merge(state, narrow)
+
+
+def test_nan_is_never_hidden(case):
+    attn, (q, k, v) = case.make(), case.inputs(length=20)
+    for is_causal in case.causal_modes:
+        for index in range(3):
+            inputs = [q.clone(), k.clone(), v.clone()]
+            inputs[index][0, 0, 10, 2] = float("nan")
+            out = attn(*inputs, is_causal=is_causal)
+            if index == 1 and not attn.uses_keys:
+                continue
+            assert out[0, 0].isnan().any()
+            assert out[1].isfinite().all()

@@ -1,0 +1,70 @@
+"""Contract 1: every mechanism equals its O(L^2) definition, forward and gradient."""
+
+import pytest
+import torch
+
+
+def _forward_and_gradient(attn, q, k, v, **call):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = attn(q, k, v, **call)
+    weights = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)
+    return out.detach(), torch.autograd.grad((out * weights).sum(), (q, k, v), allow_unused=True)
+
+
+def _assert_close(got, want, tolerance=1e-10):
+    if got is None or want is None:
+        assert got is None or got.abs().max() == 0
+        assert want is None or want.abs().max() == 0
+        return
+    assert (got - want).abs().max() <= tolerance * max(1.0, want.abs().max().item())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_its_definition(case, masked):
+    attn, (q, k, v) = case.make(), case.inputs()
+    call = {}
+    if masked:
+        call["key_mask"] = torch.rand(q.shape[0], q.shape[2], generator=torch.Generator().manual_seed(1)) > 0.3
+        call["key_mask"][0, :3] = False
+    for is_causal in case.causal_modes:
+        out, grads = _forward_and_gradient(attn, q, k, v, is_causal=is_causal, **call)
+        want, want_grads = _forward_and_gradient(attn, q, k, v, is_causal=is_causal, backend="reference", **call)
+        _assert_close(out, want)
+        for got_grad, want_grad in zip(grads, want_grads, strict=True):
+            _assert_close(got_grad, want_grad)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 13, 64])
+def test_chunk_size_does_not_change_the_result(kernelised_case, chunk_size):
+    attn, (q, k, v) = kernelised_case.make(), kernelised_case.inputs(length=70)
+    for is_causal in kernelised_case.causal_modes:
+        out, grads = _forward_and_gradient(attn, q, k, v, is_causal=is_causal, chunk_size=chunk_size)
+        want, want_grads = _forward_and_gradient(attn, q, k, v, is_causal=is_causal, backend="reference")
+        _assert_close(out, want)
+        for got_grad, want_grad in zip(grads, want_grads, strict=True):
+            _assert_close(got_grad, want_grad)
+
+
+def test_parameters_get_their_gradient(case):
+    attn, (q, k, v) = case.make(), case.inputs()
+    parameters = [p for p in attn.parameters() if p.requires_grad]
+    for is_causal in case.causal_modes:
+        got = (
+            torch.autograd.grad(attn(q, k, v, is_causal=is_causal, chunk_size=16).square().sum(), parameters)
+            if parameters
+            else ()
+        )
+        want = (
+            torch.autograd.grad(attn(q, k, v, is_causal=is_causal, backend="reference").square().sum(), parameters)
+            if parameters
+            else ()
+        )
+        for a, b in zip(got, want, strict=True):
+            _assert_close(a, b, 1e-5 if a.dtype == torch.float32 else 1e-10)
+
+
+def test_every_option_appears_in_a_variant(first_case):
+    declared = set(first_case.cls.options())
+    shown = {option for variant in first_case.cls.CONTRACT_VARIANTS for option in variant}
+    # The default of an option counts when some variant leaves it out, but a second value must be there as well.
+    assert declared <= shown | {"seed"}, f"{first_case.name}: no variant sets {sorted(declared - shown)}"

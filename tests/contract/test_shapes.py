@@ -1,0 +1,75 @@
+"""Contract 9: cross attention, empty and single tokens, other value widths, strides, grouped-query heads."""
+
+import pytest
+import torch
+
+
+def test_more_keys_than_queries_and_the_reverse(case):
+    for length, keys in ((5, 31), (31, 5)):
+        attn, (q, k, v) = case.make(), case.inputs(length=length, keys=keys)
+        if not case.cls.cross:
+            with pytest.raises(ValueError, match=r"cross|same length|as many"):
+                attn(q, k, v)
+            continue
+        out = attn(q, k, v)
+        want = attn(q, k, v, backend="reference")
+        assert out.shape == (2, 2, length, 6)
+        assert (out - want).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3])
+def test_tiny_lengths(case, length):
+    attn, (q, k, v) = case.make(), case.inputs(length=length)
+    for is_causal in case.causal_modes:
+        out = attn(q, k, v, is_causal=is_causal)
+        assert out.shape == (2, 2, length, 6)
+        assert out.isfinite().all()
+        assert (out - attn(q, k, v, is_causal=is_causal, backend="reference")).abs().sum() <= 1e-10
+
+
+def test_no_keys_give_zero(case):
+    if not case.cls.cross:
+        return
+    attn, (q, k, v) = case.make(), case.inputs(length=4, keys=0)
+    out = attn(q, k, v)
+    assert out.shape == (2, 2, 4, 6)
+    assert (out == 0).all()
+
+
+def test_grouped_query_heads_equal_repeated_keys(case):
+    attn, (q, k, v) = case.make(heads=6, kv_heads=2), case.inputs(heads=6, kv_heads=2)
+    for is_causal in case.causal_modes:
+        out = attn(q, k, v, is_causal=is_causal)
+        want = attn(q, k, v, is_causal=is_causal, backend="reference")
+        assert out.shape == (2, 6, 37, 6)
+        assert (out - want).abs().max() <= 1e-10
+        # Query head h reads key head h // 3, and no other.
+        k2, v2 = k.clone(), v.clone()
+        k2[:, 1], v2[:, 1] = k2[:, 1] + 1, v2[:, 1] + 1
+        moved = (attn(q, k2, v2, is_causal=is_causal) - out).abs().amax((0, 2, 3))
+        assert (moved[:3] <= 1e-12).all()
+        assert (moved[3:] > 1e-3).all()
+
+
+def test_strides_do_not_matter(case):
+    attn, (q, k, v) = case.make(), case.inputs()
+    for is_causal in case.causal_modes:
+        want = attn(q, k, v, is_causal=is_causal)
+        laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+        assert (attn(*laid, is_causal=is_causal) - want).abs().max() <= 1e-12
+        wide = [torch.cat([x, x], -1)[..., ::2].clone() for x in (q, k, v)]
+        scattered = [torch.stack([x, torch.full_like(x, 9.0)], -1)[..., 0] for x in wide]
+        assert not scattered[0].is_contiguous()
+        assert (attn(*scattered, is_causal=is_causal) - attn(*wide, is_causal=is_causal)).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0])
+def test_scale_is_the_same_as_scaling_the_inputs(case, scale):
+    attn, (q, k, v) = case.make(), case.inputs()
+    if any(case.options.get(option) for option in ("center", "hermite")) or case.options.get("features") == "sderf":
+        return  # calibration belongs to unscaled inputs
+    root = scale**0.5
+    for is_causal in case.causal_modes:
+        a = attn(q, k, v, is_causal=is_causal, scale=scale)
+        b = attn(root * q, root * k, v, is_causal=is_causal, scale=1.0)
+        assert (a - b).abs().max() <= 1e-10

@@ -1,0 +1,67 @@
+"""Contract 8: torch.compile without graph breaks, torch.func, export, gradcheck."""
+
+import pytest
+import torch
+
+
+def test_compiles_without_graph_breaks(traced_case):
+    attn, (q, k, v) = traced_case.make(), traced_case.inputs(length=20)
+    for is_causal in traced_case.causal_modes:
+        torch._dynamo.reset()
+        compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+        args = [x.clone().requires_grad_() for x in (q, k, v)]
+        want_args = [x.clone().requires_grad_() for x in (q, k, v)]
+        got, want = compiled(*args, is_causal=is_causal), attn(*want_args, is_causal=is_causal)
+        assert (got - want).abs().max() <= 1e-10
+        got.square().sum().backward()
+        want.square().sum().backward()
+        for a, b in zip(args, want_args, strict=True):
+            if b.grad is not None:
+                assert (a.grad - b.grad).abs().max() <= 1e-10
+
+
+def test_func_grad_and_vmap(case):
+    attn, (q, k, v) = case.make(), case.inputs(length=12)
+    for is_causal in case.causal_modes:
+
+        def loss(q, k, v, is_causal=is_causal):
+            return attn(q, k, v, is_causal=is_causal).square().sum()
+
+        args = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = torch.autograd.grad(loss(*args), args, allow_unused=True)
+        got = torch.func.grad(loss, argnums=(0, 1, 2))(q, k, v)
+        for a, b in zip(got, want, strict=True):
+            assert (a - (torch.zeros_like(a) if b is None else b)).abs().max() <= 1e-10
+        stacked = [torch.stack([x, 2 * x, -x]) for x in (q, k, v)]
+        mapped = torch.func.vmap(lambda q, k, v: attn(q, k, v, is_causal=is_causal))(*stacked)  # noqa: B023
+        for i in range(3):
+            assert (mapped[i] - attn(*(x[i] for x in stacked), is_causal=is_causal)).abs().max() <= 1e-10
+
+
+def test_gradcheck(case):
+    attn, (q, k, v) = case.make(head_dim=4), case.inputs(batch=1, length=6, head_dim=4, width=3)
+    for is_causal in case.causal_modes:
+        args = [x.requires_grad_() for x in (q, k, v)]
+        assert torch.autograd.gradcheck(
+            lambda q, k, v: attn(q, k, v, is_causal=is_causal, chunk_size=4),  # noqa: B023
+            args,
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_exports(traced_case, is_causal):
+    if is_causal not in traced_case.causal_modes:
+        return
+    attn, (q, k, v) = traced_case.make(), traced_case.inputs(length=16, dtype=torch.float32)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = attn
+
+        def forward(self, q, k, v):
+            return self.attn(q, k, v, is_causal=is_causal)
+
+    program = torch.export.export(Wrapped(), (q, k, v))
+    assert (program.module()(q, k, v) - attn(q, k, v, is_causal=is_causal)).abs().max() <= 1e-5

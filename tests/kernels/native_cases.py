@@ -1,0 +1,117 @@
+"""What the tests of the native kernels share: maps, inputs, and a comparison with float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad.features.base import FeatureMap
+from subquad.features.elementwise import ElementwiseFeatures, LogFeatures
+from subquad.features.random import ExponentialFeatures, GeneralisedFeatures
+from subquad.kernels import chunked, native
+from subquad.state import LinearState
+
+Result = tuple[Tensor, ...]
+
+
+def make_map(kind: str, dim: int, features: int, heads: int) -> FeatureMap:
+    """A feature map by a name that tells features, projection and options apart."""
+    name, _, projection = kind.partition("-")
+    options: dict[str, Any] = {"projection": projection or "orthogonal", "seed": 5, "kv_heads": heads}
+    if name in ("elu", "relu"):
+        return ElementwiseFeatures(name, dim)
+    if name == "square":
+        return ElementwiseFeatures(torch.square, dim)
+    if name == "log":
+        return LogFeatures(dim)
+    if name == "arccosine":
+        return GeneralisedFeatures(dim, features, torch.nn.functional.relu, kernel_eps=1e-3, **options)
+    if name == "centred":
+        name, options["center"], options["per_head"] = "sderf", True, True
+    phi = ExponentialFeatures(dim, features, features=name, **options)
+    if name in ("sderf", "oprf"):
+        generator = torch.Generator().manual_seed(7)
+        q, k = (torch.randn(2, heads, 64, dim, generator=generator) + 0.3 for _ in range(2))
+        phi.calibrate(q, k)
+    return phi
+
+
+MAPS = [
+    "positive",
+    "positive-hadamard",
+    "hyperbolic",
+    "hyperbolic-hadamard",
+    "oprf",
+    "oprf-hadamard",
+    "sderf",
+    "centred",
+    "arccosine",
+    "elu",
+    "relu",
+    "square",
+    "log",
+]
+
+
+def empty_state(phi: FeatureMap, v: Tensor) -> LinearState:
+    """A state that has seen nothing."""
+    return LinearState.empty(v.shape[0], v.shape[1], phi.num_features, v.shape[3], v, per_key_scale=phi.per_key_scale)
+
+
+def attend(
+    backend: Any,
+    phi: FeatureMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    key_mask: Tensor | None = None,
+    state: LinearState | None = None,
+) -> Tensor:
+    """One call of a backend's full or causal attention, without its state."""
+    state = empty_state(phi, v) if state is None else state
+    scale = phi.default_scale(q.shape[-1])
+    if causal:
+        out: Tensor = backend.causal(phi, q, k, v, state, scale=scale, key_mask=key_mask)[0]
+        return out
+    out = backend.full(phi, q, k, v, state, scale=scale, key_mask=key_mask)
+    return out
+
+
+def with_gradients(run: Callable[..., Tensor], *inputs: Tensor) -> Result:
+    """run(*inputs) and its gradients for a fixed, uneven cotangent."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    weights = torch.linspace(-1.0, 1.5, max(1, out.numel()), dtype=torch.float64).reshape(-1)[: out.numel()]
+    grads = torch.autograd.grad((out.double() * torch.sin(37.0 * weights).view_as(out)).sum(), leaves)
+    return (out.detach(), *grads)
+
+
+def errors(results: Result, exact: Result) -> list[float]:
+    """Relative errors in the Frobenius norm; what vanishes exactly (the gradient of a single key) is measured by out."""
+    least = 1e-3 * exact[0].norm().item()
+    return [
+        (got.double() - want).norm().item() / max(want.norm().item(), least, 1e-30)
+        for got, want in zip(results, exact, strict=True)
+    ]
+
+
+def compare(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None = None) -> None:
+    """The native result is within twice the error that torch's float32 makes itself, both against float64."""
+
+    def run(backend: Any, dtype: torch.dtype) -> Result:
+        def call(*x: Tensor) -> Tensor:
+            return attend(backend, phi, *x, causal=causal, key_mask=key_mask)
+
+        return with_gradients(call, *(x.to(dtype) for x in (q, k, v)))
+
+    exact = run(chunked, torch.float64)
+    allowed = errors(run(chunked, torch.float32), exact)
+    for name, found, limit in zip(("out", "dq", "dk", "dv"), errors(run(native, torch.float32), exact), allowed, strict=True):
+        assert math.isfinite(found), name
+        assert found <= 2.0 * limit + 3e-7, f"{name}: {found:.1e}, torch's own float32 error {limit:.1e}"

@@ -1,0 +1,103 @@
+"""The command line as a user meets it: a process, its output, its exit status."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import subquad
+
+MAIN = "from subquad.cli import main; main()"
+
+
+def run(*arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-W", "error", "-c", f"import sys\n{before}\n{MAIN}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_names_the_extra_and_exits_2(missing: str) -> None:
+    done = run("mechanisms", before=f"sys.modules[{missing!r}] = None")
+    assert done.returncode == 2
+    assert "pip install 'subquad[cli]'" in done.stderr
+    assert done.stdout == ""
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == subquad.__version__
+
+
+def test_mechanisms_lists_every_one() -> None:
+    done = run("mechanisms")
+    assert done.returncode == 0, done.stderr
+    first_words = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert set(subquad.list_mechanisms()) <= first_words
+
+
+BENCH = ("bench", "linear", "--heads", "2", "--head-dim", "8", "--runs", "2", "--threads", "1")
+
+
+def test_bench_prints_a_table_and_writes_every_number(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "bench.json"
+    done = run(*BENCH, "--lengths", "32,16", "--json", str(target))
+    assert done.returncode == 0, done.stderr
+    assert "L=16 ms" in done.stdout
+    assert "uniform" in done.stdout
+    record = json.loads(target.read_text())
+    assert record["complete"] is True
+    assert record["machine"]["threads"] == 1
+    cells = {(cell["mechanism"], cell["length"], cell["causal"]): cell for cell in record["cells"]}
+    assert len(cells) == 3 * 2 * 2
+    for (name, _, _), cell in cells.items():
+        assert cell["status"] == "measured"
+        assert len(cell["runs_ms"]) == 2
+        assert cell["best_ms"] == min(cell["runs_ms"])
+        if name == "softmax":
+            assert all(error["relative_error"] < 1e-5 for error in cell["errors"])
+    assert os.listdir(target.parent) == ["bench.json"]  # no temporary file is left behind
+
+
+def test_bench_in_a_pipe_prints_one_plain_line_per_result() -> None:
+    done = run(*BENCH, "--lengths", "16")
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("[1/6] softmax full L=16: ")
+    assert lines[-1].startswith("[6/6] uniform causal L=16: ")
+    assert "\x1b" not in done.stderr + done.stdout
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    # Far more work than the test waits for: only the interrupt can end it.
+    command = [sys.executable, "-c", MAIN, *BENCH, "--lengths", "16,60000", "--seconds", "600", "--json", str(target)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "uniform" in line:  # the first length is complete, the second one runs
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Interrupted" in out
+    record = json.loads(target.read_text())
+    assert record["complete"] is False
+    assert {cell["length"] for cell in record["cells"]} == {16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "--lengths", "12,x"), "512,1024,4096"),
+        (("bench", "--lengths", "0"), "512,1024,4096"),
+        (("bench", "no-such-mechanism"), "no-such-mechanism"),
+        (("no-such-command",), "no-such-command"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_what_is_expected(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,56 @@
+"""`import subquad` costs what `import torch` costs: each check runs in a fresh process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+LAZY = ["hf", "lab", "nn", "parallel"]
+# Parts of torch that `import torch` leaves out because they take long to load; neither may we load them.
+HEAVY = ["torch._dynamo", "torch._inductor", "torch.onnx", "triton"]
+
+
+def modules_after(statement: str) -> set[str]:
+    code = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def added() -> set[str]:
+    """Names in sys.modules after `import subquad` that `import torch` had not put there."""
+    return modules_after("import subquad") - modules_after("import torch")
+
+
+def test_import_loads_torch_and_the_core_only(added: set[str]) -> None:
+    allowed = sys.stdlib_module_names | {"torch", "subquad"}
+    foreign = sorted(name for name in added if name.split(".")[0] not in allowed)
+    assert foreign == []
+    assert "subquad" in added
+
+
+def test_import_loads_no_heavy_part_of_torch(added: set[str]) -> None:
+    assert sorted(name for name in added if name.startswith(tuple(HEAVY))) == []
+
+
+@pytest.mark.parametrize("room", LAZY)
+def test_optional_rooms_are_lazy(added: set[str], room: str) -> None:
+    assert sorted(name for name in added if name == f"subquad.{room}" or name.startswith(f"subquad.{room}.")) == []
+
+
+def test_a_lazy_room_loads_on_first_use() -> None:
+    assert "subquad.lab.measure" in modules_after("import subquad; subquad.lab.machine")
+
+
+def test_the_command_line_module_needs_no_typer() -> None:
+    loaded = modules_after("sys.modules['typer'] = None; sys.modules['rich'] = None; import subquad.cli")
+    assert "subquad.cli" in loaded
+
+
+def test_an_unknown_attribute_is_an_attribute_error() -> None:
+    import subquad
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        subquad.no_such_name  # noqa: B018
+    assert not hasattr(subquad, "no_such_name")

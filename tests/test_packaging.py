@@ -1,0 +1,119 @@
+"""The package as users receive it: metadata, sdist, wheels with and without the native kernels."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import subquad
+
+ROOT = Path(__file__).parent.parent
+NATIVE = (".so", ".dylib", ".dll")
+SMOKE = """
+import pathlib, sys, torch, subquad
+assert pathlib.Path(subquad.__file__).is_relative_to(sys.prefix), subquad.__file__
+assert (pathlib.Path(subquad.__file__).parent / "py.typed").is_file()
+q, k, v = torch.randn(3, 1, 2, 10, 16)
+attend = subquad.create("performer", head_dim=16, num_features=32, seed=0)
+out, state = attend.scan(q, k, v)
+torch.testing.assert_close(out, attend(q, k, v, is_causal=True), rtol=1e-4, atol=1e-4)
+print(subquad.__version__)
+"""
+
+
+def build(kind: str, source: Path, target: Path, environment: dict[str, str] | None = None) -> Path:
+    """Build with the tools of this environment (nothing is fetched) and return the one file that came out."""
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = target.iterdir()
+    return built
+
+
+def smoke(wheel: Path, folder: Path) -> str:
+    """Install the wheel alone into an empty environment that sees torch, and use it there."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    install = ["install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "--python", str(python), *install], check=True)
+    # torch is gigabytes: borrow it by path. Appended last, so an editable subquad there stays behind the wheel's.
+    borrow = f"import sys; sys.path.append({str(Path(torch.__file__).parent.parent)!r})\n"
+    done = subprocess.run(
+        [str(python), "-I", "-c", borrow + SMOKE], capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def without_compiler(folder: Path) -> dict[str, str]:
+    """An environment in which no program, hence no compiler, is on the PATH."""
+    folder.mkdir()
+    nowhere = str(folder / "no-compiler")
+    kept = {key: value for key, value in os.environ.items() if key not in {"CFLAGS", "CXXFLAGS", "SUBQUAD_PURE"}}
+    return kept | {"PATH": str(folder), "CC": nowhere, "CXX": nowhere}
+
+
+def libraries(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return [name for name in archive.namelist() if name.endswith(NATIVE)]
+
+
+def test_the_version_has_one_source() -> None:
+    assert importlib.metadata.version("subquad") == subquad.__version__
+    stated = re.findall(r"^__version__ = \"(.+)\"$", (ROOT / "src/subquad/_version.py").read_text(), flags=re.MULTILINE)
+    assert stated == [subquad.__version__]
+    assert f"version: {subquad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_installing_pulls_torch_only() -> None:
+    required = [line for line in importlib.metadata.requires("subquad") or [] if "extra ==" not in line]
+    assert [re.split(r"[<>=!~ ]", line)[0] for line in required] == ["torch"]
+
+
+def test_constraints_pin_exact_versions_and_name_no_host() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert "torch==2.13.0" in lines
+    pinned = re.compile(r"[\w.-]+==[\w.]+(; python_version (<|>=) \"3\.\d+\")?")
+    assert [line for line in lines if not pinned.fullmatch(line)] == []
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_works(tmp_path: Path) -> None:
+    wheel = build("wheel", ROOT, tmp_path / "dist", without_compiler(tmp_path / "empty"))
+    assert wheel.name == f"subquad-{subquad.__version__}-py3-none-any.whl"
+    assert libraries(wheel) == []
+    assert smoke(wheel, tmp_path / "venv") == subquad.__version__
+
+
+def test_a_required_native_build_does_not_fall_back(tmp_path: Path) -> None:
+    environment = without_compiler(tmp_path / "empty") | {"SUBQUAD_REQUIRE_NATIVE": "1"}
+    with pytest.raises(AssertionError, match="SUBQUAD_REQUIRE_NATIVE"):
+        build("wheel", ROOT, tmp_path / "dist", environment)
+
+
+@pytest.mark.deep
+def test_the_sdist_is_complete_and_builds_a_working_wheel(tmp_path: Path) -> None:
+    sdist = build("sdist", ROOT, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+        archive.extractall(tmp_path / "source", filter="data")
+    expected = {"pyproject.toml", "LICENSE", "README.md", "CMakeLists.txt", "src/subquad/py.typed"}
+    assert expected <= names
+    assert any(name.startswith("csrc/") for name in names)
+    assert not any(name.startswith((".venv", "build/", "dist/")) or name.endswith((".pyc", *NATIVE)) for name in names)
+    (source,) = (tmp_path / "source").iterdir()
+    wheel = build("wheel", source, tmp_path / "dist")
+    if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
+        assert re.fullmatch(rf"subquad-{subquad.__version__}-py3-none-(?!any).+\.whl", wheel.name)
+        assert libraries(wheel)
+        assert all(name.startswith("subquad/kernels/") for name in libraries(wheel))
+    else:
+        assert libraries(wheel) == []
+    assert smoke(wheel, tmp_path / "venv") == subquad.__version__
