@@ -36,7 +36,7 @@ static void row_gradients(const Head& hd, long head, long t0, long n, const floa
                           float* rows) {
   const SqProblem& pr = *hd.pr;
   const long E = pr.width;
-  fetch_values(hd, pr.dout, head, t0, n, nullptr, g);
+  fetch_values<false>(hd, pr.dout, head, t0, n, nullptr, g);
   fetch(pr.out, hd.b, head, t0, n, E, rows, E);
   for (long i = 0; i < C; i++) {
     h[i] = 0.0f;

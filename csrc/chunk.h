@@ -90,16 +90,19 @@ SQ_INLINE Head head_of(const SqProblem& pr, long index) {
           side_of(pr.map_k, h)};
 }
 
-// values[C][lds] of the chunk's tokens, zero for masked ones and beyond the end; true if all of them are finite.
+// values[C][lds] of the chunk's tokens, zero for masked ones and beyond the end. With CHECK: whether all are finite.
+template <bool CHECK>
 static bool fetch_values(const Head& hd, const SqTensor& v, long head, long t0, long n, const float* real, float* to) {
   const long E = hd.pr->width;
   fetch(v, hd.b, head, t0, n, E, to, hd.lds);
   vf poison = zero();
+  const long whole = round_up(E, VL);  // products read whole vectors, never the padding behind them
   for (long i = 0; i < n; i++) {
     float* row = to + i * hd.lds;
     if (real && real[i] == 0.0f) memset(row, 0, sizeof(float) * E);
-    for (long e = E; e < hd.lds; e++) row[e] = 0.0f;
-    for (long e = 0; e < E; e += VL) poison += (load(row + e)) * zero();
+    for (long e = E; e < whole; e++) row[e] = 0.0f;
+    if (CHECK)
+      for (long e = 0; e < whole; e += VL) poison += load(row + e) * zero();
   }
   for (long i = n; i < C; i++) memset(to + i * hd.lds, 0, sizeof(float) * hd.lds);
   return hsum(poison) == 0.0f;
@@ -118,6 +121,8 @@ static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0
     for (long i = 0; i < n; i++)
       if (ch.real[i] == 0.0f)
         for (long d = 0; d < pr.dim; d++) w.x[d * LD + i] = 0.0f;
+  prefetch(pr.k, hd.b, hd.h, t0 + n, C, pr.length_k, pr.dim);
+  prefetch(pr.v, hd.b, hd.h, t0 + n, C, pr.length_k, pr.width);
   project(pr, hd.k, w.x, ch.vectors, ch.phi, w.butterfly);
   if (pr.function == SQ_EXP) key_weights(pr, hd.k, w.x, ch.real, ch.vectors, w.t);
   key_features(pr, hd.k, ch.phi, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums);
@@ -126,7 +131,9 @@ static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0
     ch.rho[r] = st.c[r] == ch.c_new[r] ? 1.0f : exp1(st.c[r] - ch.c_new[r]);
     ch.z_old[r] = ch.rho[r] * st.z[r];
   }
-  return fetch_values(hd, pr.v, hd.h, t0, n, real < n ? ch.real : nullptr, ch.values);
+  const float* masked = real < n ? ch.real : nullptr;
+  return pr.causal ? fetch_values<true>(hd, pr.v, hd.h, t0, n, masked, ch.values)
+                   : fetch_values<false>(hd, pr.v, hd.h, t0, n, masked, ch.values);
 }
 
 // The state moves to the chunk's shift: S, z <- rho S, rho z; c <- c_new.
@@ -155,6 +162,8 @@ static void prepare_queries(const Head& hd, const Work& w, const float* c, const
   const SqProblem& pr = *hd.pr;
   const long vectors = vectors_for(n);
   panel(pr.q, hd.b, hd.h * hd.groups + g, t0, n, vectors * VL, pr.dim, w.x, w.rows);
+  prefetch(pr.q, hd.b, hd.h * hd.groups + g, t0 + n, C, pr.length_q, pr.dim);
+  prefetch(pr.out, hd.b, hd.h * hd.groups + g, t0, n, pr.length_q, pr.width);
   project(pr, hd.q, w.x, vectors, a, w.butterfly);
   query_features(pr, hd.q, a, vectors, c, z, a, Z, w.level);
 }

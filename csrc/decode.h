@@ -167,6 +167,9 @@ static void update_state(const Head& hd, long index, Step& s) {
   const float* from = pr.s_in ? pr.s_in + index * M * E : nullptr;
   float* to = pr.s_out + index * M * E;
   long e = 0;
+  // Whole rows where they fit: memory is then read and written strictly in order.
+  for (; e + 8 * VL <= E; e += 8 * VL)
+    update_and_read<8>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
   for (; e + 4 * VL <= E; e += 4 * VL)
     update_and_read<4>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
   for (; e + VL <= E; e += VL)

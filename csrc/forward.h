@@ -92,9 +92,11 @@ static void finish(const Head& hd, const Work& w, long head, long t0, long n, co
       const vf z = load(Z + j * VL);
       const vi empty = z == zero();
       const vf by = as_float((empty & bits(splat(1.0f))) | (~empty & bits(z)));
+      // Shifted normalisers are at least 1e-20, so their reciprocal is safe; that of a plain map may overflow.
+      const vf inverse = as_float(~empty & bits(splat(1.0f) / by));
       for (long e = 0; e < pr.width; e++) {
         float* at = w.out + e * LD + j * VL;
-        store(at, as_float(~empty & bits(load(at) / by)));
+        store(at, pr.function == SQ_EXP ? load(at) * inverse : as_float(~empty & bits(load(at) / by)));
       }
     }
   }

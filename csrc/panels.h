@@ -93,6 +93,17 @@ static void put(const SqTensor& x, long b, long h, long t0, long n, long dim, co
   }
 }
 
+// Ask for the rows of tokens [t0, t0 + n) that exist: they arrive from memory while products are computed.
+static void prefetch(const SqTensor& x, long b, long h, long t0, long n, long length, long dim) {
+  if (t0 + n > length) n = length - t0;
+  if (x.stride[3] != 1) return;
+  const long bytes = dim * (x.dtype == SQ_FLOAT32 ? 4 : 2), size = x.dtype == SQ_FLOAT32 ? 4 : 2;
+  for (long i = 0; i < n; i++) {
+    const char* row = (const char*)x.data + offset_of(x, b, h, t0 + i) * size;
+    for (long at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+  }
+}
+
 SQ_INLINE void transpose4(const float* a, long lda, float* b, long ldb) {
   const v4 r0 = load4(a), r1 = load4(a + lda), r2 = load4(a + 2 * lda), r3 = load4(a + 3 * lda);
   const v4 s0 = __builtin_shufflevector(r0, r1, 0, 4, 1, 5), s1 = __builtin_shufflevector(r0, r1, 2, 6, 3, 7);

@@ -117,7 +117,8 @@ class LinearState:
             if queries.values is not None:
                 weights = queries.values * weights
         numerator = weights @ self.weighted
-        normaliser = (weights @ self.normaliser.unsqueeze(-1)).squeeze(-1)
+        # A product and a sum: matrix-vector products in batches are several times slower.
+        normaliser = (weights * self.normaliser.unsqueeze(-2)).sum(-1)
         return numerator, normaliser, row_max.squeeze(-1)
 
     def read(self, queries: Features) -> Tensor:

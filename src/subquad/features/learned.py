@@ -39,7 +39,7 @@ class HedgehogFeatures(FeatureMap):
         self.key_weight = self.query_weight if shared else nn.Parameter(start.clone())
 
     def default_scale(self, head_dim: int) -> float:
-        return head_dim**-0.5
+        return float(head_dim**-0.5)
 
     def _log_features(self, x: Tensor, weight: Tensor) -> Features:
         projected = x @ weight.to(x.dtype).mT

@@ -58,11 +58,11 @@ class PolynomialFeatures(FeatureMap):
         first, second = torch.triu_indices(head_dim, head_dim)
         self.register_buffer("first", first, persistent=False)
         self.register_buffer("second", second, persistent=False)
-        self.register_buffer("weight", torch.where(first == second, math.sqrt(0.5), 1.0), persistent=False)
+        self.register_buffer("diagonal", first == second, persistent=False)
 
     first: Tensor
     second: Tensor
-    weight: Tensor
+    diagonal: Tensor
 
     def default_scale(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
@@ -76,7 +76,9 @@ class PolynomialFeatures(FeatureMap):
     def _pack(self, x: Tensor, constant: Tensor) -> Tensor:
         parts = [constant, x]
         if self.degree == 2:
-            parts.append(x[..., self.first] * x[..., self.second] * self.weight.to(x.dtype))
+            # 1/sqrt(2) on the squares, rounded in x's own precision.
+            weight = 1.0 - (1.0 - math.sqrt(0.5)) * self.diagonal.to(x.dtype)
+            parts.append(x[..., self.first] * x[..., self.second] * weight)
         return torch.cat(parts, -1)
 
     def queries(self, q: Tensor, scale: float) -> Features:

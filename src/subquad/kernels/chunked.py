@@ -108,13 +108,16 @@ def read(
     batch, heads, length, _ = q.shape
     rows = _grouped(q, state.weighted.shape[1])
 
+    # The state is carried, not closed over: it may itself depend on the parameters of the map, and the gradient of a
+    # chunk must stop at it.
     def step(carry: Carry, q: Tensor) -> tuple[Carry, Tensor]:
-        numerator, normaliser, _ = state.partial(feature_map.queries(_compute(q), scale))
+        queries = feature_map.queries(_compute(q), scale)
+        numerator, normaliser, _ = LinearState.of(carry, state.origin).partial(queries)
         return carry, safe_divide(numerator, normaliser) if normalise else numerator
 
     size = chunk_size or default_chunk(rows, feature_map.num_features)
-    constants = [*feature_map.parameters(), state.weighted, state.normaliser]
-    _, out = scan_chunks(step, (), (rows,), constants, size, checkpoint=not feature_map.hidden_parameters)
+    constants = list(feature_map.parameters())
+    _, out = scan_chunks(step, state.tensors, (rows,), constants, size, checkpoint=not feature_map.hidden_parameters)
     if out is None:
         return state.weighted.new_zeros((batch, heads, length, state.weighted.shape[-1]))
     return out.reshape(batch, heads, length, -1)
@@ -250,19 +253,23 @@ def shared_shift(
         query_weights.reshape(batch, heads, groups, blocks, block, count).transpose(2, 3).reshape(flat, -1, count)
     )
 
-    # States before each block, and after the last: one cumulative sum, because the shift is the same for all of them.
+    # States before each block, and after the last: plain sums, because the shift is the same for all of them. Adding
+    # whole states is several times faster than a cumulative sum, which walks along the blocks for each element.
     sums = torch.bmm(key_blocks.transpose(1, 2), value_blocks).view(batch, heads, blocks, count, width)
     totals = key_blocks.sum(1).view(batch, heads, blocks, count)
-    sums = torch.cat([weighted.unsqueeze(2), sums], 2).cumsum(2)
+    states = [weighted]
+    for i in range(blocks):
+        states.append(states[-1] + sums.select(2, i))
+    before = torch.stack(states[:-1], 2).view(flat, count, width)
     totals = torch.cat([normaliser.unsqueeze(2), totals], 2).cumsum(2)
 
     scores = torch.bmm(query_blocks, key_blocks.transpose(1, 2))
     visible = torch.ones(block, block, dtype=scores.dtype, device=scores.device).tril_(-1 if strict else 0)
     scores = (scores.view(flat, groups, block, block) * visible).view(flat, groups * block, block)
     numerator = torch.baddbmm(
-        torch.bmm(scores, value_blocks), query_blocks, sums.narrow(2, 0, blocks).reshape(flat, count, width)
+        torch.bmm(scores, value_blocks), query_blocks, before
     )
-    rows = scores.sum(-1) + torch.bmm(query_blocks, totals.narrow(2, 0, blocks).reshape(flat, count, 1)).squeeze(-1)
+    rows = scores.sum(-1) + (query_blocks * totals.narrow(2, 0, blocks).reshape(flat, 1, count)).sum(-1)
 
     def unblocked(x: Tensor) -> Tensor:
         x = (
@@ -272,7 +279,7 @@ def shared_shift(
         )
         return x.narrow(-2, 0, tokens)
 
-    after = LinearState(sums.select(2, -1), totals.select(2, -1), log_max, state.count, state.origin)
+    after = LinearState(states[-1], totals.select(2, -1), log_max, state.count, state.origin)
     shift = shift.expand(batch, heads, groups * tokens).reshape(batch, heads, groups, tokens)
     return after, (unblocked(numerator), unblocked(rows.unsqueeze(-1)).squeeze(-1), shift)
 

@@ -8,8 +8,7 @@ Hadamard projections matrix-free, elu + 1 and relu by name; any other map has it
 from __future__ import annotations
 
 import math
-import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,12 +21,13 @@ from ..features.hadamard import HadamardProjection
 from ..features.random import ExponentialFeatures, GeneralisedFeatures
 from ..state import LinearState
 from . import native_library
-from .native_operators import Attention, attention, call_forward
+from .native_operators import Attention, attention, call_forward, pack_maps
 from .native_transforms import functional_attention
 
 __all__ = ["absorb", "causal", "full", "read", "refusal"]
 
 NOTHING = torch.empty(0)
+NO_MASK = torch.empty(0, dtype=torch.bool)
 
 
 class Form(NamedTuple):
@@ -39,6 +39,7 @@ class Form(NamedTuple):
     antithetic: bool = False
     epsilon: float = 0.0
     means: tuple[Tensor, Tensor] | None = None  # (H, 1, D) each: subtracted from queries and keys beforehand
+    maps: bytes | None = None  # the arrays as the library sees them
 
 
 def refusal(feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> str:
@@ -58,28 +59,47 @@ def refusal(feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -
     return ""
 
 
-# Per map: scale, its buffers with their versions, and the form made from them.
-_forms: WeakKeyDictionary[FeatureMap, tuple[float, list[Tensor], list[int], Form]] = WeakKeyDictionary()
+class _Kept(NamedTuple):
+    """A form, and what it was made from. Looking at these few entries is much quicker than walking the module tree."""
+
+    scale: float
+    children: list[tuple[dict[str, Any], str, Any]]
+    buffers: list[tuple[dict[str, Any], str, Tensor, int]]
+    form: Form
+
+    def valid(self, scale: float) -> bool:
+        return (
+            self.scale == scale
+            and all(where.get(name) is child for where, name, child in self.children)
+            and all(where.get(name) is b and b._version == version for where, name, b, version in self.buffers)
+        )
+
+
+_forms: WeakKeyDictionary[FeatureMap, _Kept] = WeakKeyDictionary()
 
 
 def _form(feature_map: FeatureMap, scale: float) -> Form | None:
     """The map for the kernels, kept until one of its buffers changes; None where torch has to compute the features."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not traced:
+        kept = _forms.get(feature_map)
+        if kept is not None and kept.valid(scale):
+            return kept.form
     fused = isinstance(feature_map, (ExponentialFeatures, GeneralisedFeatures, ElementwiseFeatures))
     if not fused or any(p.requires_grad for p in feature_map.parameters()):
         return None
-    buffers = list(feature_map.buffers())
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or any(b.is_inference() or type(b) is not Tensor for b in buffers):
+    tensors = list(feature_map.buffers())
+    if traced or list(feature_map.parameters()) or any(b.is_inference() or type(b) is not Tensor for b in tensors):
         return _make_form(feature_map, scale)
-    versions = [b._version for b in buffers]
-    kept = _forms.get(feature_map)
-    if kept is not None and kept[0] == scale and kept[2] == versions and all(map(operator.is_, kept[1], buffers)):
-        return kept[3]
     # Ordinary tensors even inside inference mode: a later training step may save them for its backward.
     with torch.inference_mode(False), torch.no_grad():
         form = _make_form(feature_map, scale)
     if form is not None:
-        _forms[feature_map] = (scale, buffers, versions, form)
+        form = form._replace(maps=pack_maps(form.arrays, form.square))
+        modules = list(feature_map.modules())
+        children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
+        buffers = [(m._buffers, name, b, b._version) for m in modules for name, b in m._buffers.items() if b is not None]
+        _forms[feature_map] = _Kept(scale, children, buffers, form)
     return form
 
 
@@ -173,8 +193,8 @@ def _run(
 ) -> Attention:
     form, q, k = _inputs(feature_map, q, k, scale)
     past = [state.weighted, state.normaliser, state.log_max.expand_as(state.normaliser)]
-    past = [x.to(torch.float32).contiguous() for x in past]
-    mask = NOTHING.to(torch.bool) if key_mask is None else key_mask
+    past = [x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous() for x in past]
+    mask = NO_MASK if key_mask is None else key_mask
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *past[:2]))
     arguments = (q, k, v, mask, past, *form[:5], causal, normalise)
     if torch._C._are_functorch_transforms_active():
@@ -183,7 +203,7 @@ def _run(
     if wanted or traced or torch.compiler.is_compiling():
         result: Attention = attention(*arguments, keep=wanted)
         return result
-    return call_forward(*arguments, keep=False)
+    return call_forward(*arguments, keep=False, maps=form.maps)
 
 
 def _after(state: LinearState, result: Attention, k: Tensor, key_mask: Tensor | None) -> LinearState:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["DTYPES", "FUNCTIONS", "Map", "Problem", "StridedTensor", "load", "missing", "strided"]
+__all__ = ["DTYPES", "FUNCTIONS", "Map", "Problem", "StridedTensor", "load", "missing"]
 
 ABI = 1
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -57,11 +56,6 @@ class Problem(ctypes.Structure):
         *((name, StridedTensor) for name in ("dout", "dq", "dk", "dv")),
         *((name, _pointer) for name in "ds_out dz_out ds_in dz_in".split()),
     ]
-
-
-def strided(x: Tensor) -> StridedTensor:
-    """`x` (B, H, L, width) as the library sees it; the caller keeps `x` alive."""
-    return StridedTensor(x.data_ptr(), (_long * 4)(*x.stride()), DTYPES[x.dtype], 0)
 
 
 def _candidates() -> list[Path]:

@@ -10,18 +10,18 @@ tensors stand for "not there" (no mask, no state, no projection): a traced graph
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import native_library as library
-from .native_library import FUNCTIONS, Map, Problem, strided
+from .native_library import DTYPES, FUNCTIONS, Map, Problem
 
-__all__ = ["Attention", "attention", "call_forward"]
+__all__ = ["Attention", "attention", "attention_backward", "call_forward", "pack_maps"]
 
 Attention = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-ARRAYS = ("weight", "query_offset", "key_offset", "bias", "tilt", "signs", "norms")
 # Tokens per stored state in the causal form; must equal the library's SQ_SEGMENT.
 SEGMENT = 192
 
@@ -32,6 +32,32 @@ def _address(x: Tensor) -> int | None:
 
 def _rows(q: Tensor, weight: Tensor, norms: Tensor) -> int:
     return int(weight.shape[-2] if weight.numel() else norms.shape[-1] if norms.numel() else q.shape[-1])
+
+
+# Filling ctypes fields one by one costs more than a decode step; these write whole runs of them.
+_HEADER = struct.Struct("9q8i2f")
+_TENSOR = struct.Struct("P4q2i")
+_MAPS = (Problem.map_q.offset, ctypes.sizeof(Map) * 2)
+
+
+def pack_maps(arrays: list[Tensor], square: float) -> bytes:
+    """The two maps as the library sees them; valid as long as `arrays` live."""
+    weight, query_offset, key_offset, bias, tilt, signs, norms = arrays
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in arrays)
+    maps = (Map * 2)()
+    for side, offset in zip(maps, (query_offset, key_offset), strict=True):
+        named = {"weight": weight, "offset": offset, "bias": bias, "signs": signs, "norms": norms, "tilt": tilt}
+        for name, array in named.items():
+            if array.numel():
+                setattr(side, name, array.data_ptr())
+                setattr(side, f"{name}_head", array.stride(0) if array.shape[0] > 1 else 0)
+        side.square = square
+    return bytes(maps)
+
+
+def _write(problem: Problem, name: str, x: Tensor) -> None:
+    """`x` (B, H, L, width) as the library sees it; the caller keeps `x` alive."""
+    _TENSOR.pack_into(problem, getattr(Problem, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
 def _problem(
@@ -46,35 +72,29 @@ def _problem(
     epsilon: float,
     causal: bool,
     normalise: bool,
+    maps: bytes | None = None,
 ) -> Problem:
-    weight, query_offset, key_offset, bias, tilt, signs, norms = arrays
-    assert all(x.is_contiguous() for x in arrays)
+    weight, norms, signs = arrays[0], arrays[6], arrays[5]
     problem = Problem()
-    problem.batch, problem.heads_q, problem.length_q, problem.dim = q.shape
-    problem.heads_kv, problem.length_k, problem.width = k.shape[1], k.shape[2], v.shape[3]
-    problem.rows = _rows(q, weight, norms)
-    problem.features = problem.rows * (2 if antithetic else 1)
-    problem.function, problem.antithetic = FUNCTIONS[function], antithetic
-    problem.projection = 0 if weight.numel() else 1 if norms.numel() else 2
-    problem.blocks = signs.shape[-2] if signs.numel() else 0
-    problem.causal, problem.normalise, problem.epsilon = causal, normalise, epsilon
-    problem.threads = torch.get_num_threads()
-    problem.q, problem.k, problem.v = strided(q), strided(k), strided(v)
-    for side, offset in ((problem.map_q, query_offset), (problem.map_k, key_offset)):
-        _fill(side, weight=weight, offset=offset, bias=bias, signs=signs, norms=norms)
-    _fill(problem.map_k, tilt=tilt)
-    problem.map_k.square = square
+    batch, heads_q, length_q, dim = q.shape
+    rows = _rows(q, weight, norms)
+    projection = 0 if weight.numel() else 1 if norms.numel() else 2
+    _HEADER.pack_into(
+        problem,
+        0,
+        *(batch, heads_q, k.shape[1], length_q, k.shape[2], dim, v.shape[3], rows * (2 if antithetic else 1), rows),
+        *(FUNCTIONS[function], projection, antithetic, causal, signs.shape[-2] if projection == 1 else 0, normalise),
+        *(torch.get_num_threads(), 0, epsilon, 0.0),
+    )
+    _write(problem, "q", q)
+    _write(problem, "k", k)
+    _write(problem, "v", v)
+    offset, size = _MAPS
+    memoryview(problem).cast("B")[offset : offset + size] = pack_maps(arrays, square) if maps is None else maps
     if key_mask.numel():
         problem.key_mask = key_mask.data_ptr()
         problem.mask_batch, problem.mask_token = key_mask.stride()
     return problem
-
-
-def _fill(side: Map, **arrays: Tensor) -> None:
-    for name, array in arrays.items():
-        if array.numel():
-            setattr(side, name, array.data_ptr())
-            setattr(side, f"{name}_head", array.stride(0) if array.shape[0] > 1 else 0)
 
 
 def _check(status: int) -> None:
@@ -88,7 +108,7 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, keep:
     sums = torch.empty((batch, heads, features, width), dtype=torch.float32, device=v.device)
     totals = torch.empty((batch, heads, features), dtype=torch.float32, device=v.device)
     segments = (k.shape[2] + SEGMENT - 1) // SEGMENT if causal and keep else 0
-    kept = torch.empty((batch, heads, segments, features * (width + 2)), dtype=torch.float32, device=v.device)
+    kept = totals.new_empty((batch, heads, segments, features * (width + 2)))
     return out, sums, totals, torch.empty_like(totals), kept
 
 
@@ -106,12 +126,16 @@ def call_forward(
     causal: bool,
     normalise: bool,
     keep: bool,
+    maps: bytes | None = None,
 ) -> Attention:
-    """The forward itself, without torch's dispatcher around it; `attention` says what everything is."""
-    problem = _problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise)
+    """The forward itself, without torch's dispatcher around it; `attention` says what everything is.
+
+    maps: `pack_maps(arrays, square)`, where the caller keeps it.
+    """
+    problem = _problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise, maps)
     results = _outputs(q, k, v, problem.features, causal, keep)
     out, sums, totals, maxima, kept = results
-    problem.out = strided(out)
+    _write(problem, "out", out)
     state = [x.contiguous() for x in state]  # a tracer may have changed the strides
     if state:
         problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in state)
@@ -197,8 +221,8 @@ def attention_backward(
     state, (sums, totals, maxima, kept, dsums, dtotals) = (
         [x.contiguous() for x in some] for some in (state, (sums, totals, maxima, kept, dsums, dtotals))
     )
-    problem.out, problem.dout = strided(out), strided(dout)
-    problem.dq, problem.dk, problem.dv = strided(dq), strided(dk), strided(dv)
+    for name, tensor in (("out", out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
+        _write(problem, name, tensor)
     problem.s_out, problem.z_out, problem.c_out = sums.data_ptr(), totals.data_ptr(), maxima.data_ptr()
     problem.ds_out, problem.dz_out = dsums.data_ptr(), dtotals.data_ptr()
     problem.checkpoints = _address(kept)

@@ -8,10 +8,14 @@ from torch import Tensor
 
 from .. import checks
 from .base import Kernelised, Mechanism
+from .clustered import Clustered, ImprovedClustered
 from .efficient import Efficient
+from .hedgehog import Hedgehog
+from .hybrid import Hybrid
 from .linear import LinearAttention
 from .linformer import Linformer
 from .local import Local
+from .lsh import LSH
 from .nystrom import Nystrom
 from .performer import Performer
 from .separable_linformer import SeparableLinformer
@@ -22,10 +26,15 @@ from .taylor import Taylor
 __all__ = ["MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
 
 MECHANISMS: dict[str, type[Mechanism]] = {
+    "clustered": Clustered,
     "efficient": Efficient,
+    "hedgehog": Hedgehog,
+    "hybrid": Hybrid,
+    "improved-clustered": ImprovedClustered,
     "linear": LinearAttention,
     "linformer": Linformer,
     "local": Local,
+    "lsh": LSH,
     "nystrom": Nystrom,
     "performer": Performer,
     "separable-linformer": SeparableLinformer,
@@ -59,6 +68,9 @@ def create(
     heads, kv_heads: needed where parameters are per head; kv_heads < heads for grouped-query heads
     options: see `describe(name)["options"]`
 
+    `create("auto", head_dim, length=...)` is softmax below the crossover measured on this machine and a linear mechanism
+    (`above="performer"`, with its options) from there on, decided once, here; see `planning/crossover.py`.
+
     A mechanism object passes through unchanged, so that anything that takes a name also takes an object from outside.
 
     >>> import torch, subquad as sq
@@ -72,6 +84,12 @@ def create(
         if head_dim is not None and mechanism.head_dim != head_dim:
             raise ValueError(f"the mechanism given has head_dim={mechanism.head_dim}, here {head_dim} is needed")
         return mechanism
+    if mechanism == "auto":
+        if head_dim is None or "length" not in options:
+            raise TypeError("create('auto') needs head_dim= and length=, the length to choose a mechanism for")
+        from ..planning.crossover import resolve_auto
+
+        return resolve_auto(head_dim, heads, kv_heads, **options)  # type: ignore[no-any-return]
     cls = _lookup(mechanism)
     if head_dim is None:
         raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")

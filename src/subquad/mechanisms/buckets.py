@@ -2,12 +2,13 @@
 
     h(x) = argmax [xR, -xR]          one bucket per token and round (Andoni et al., 2015)
 
-Keys are ordered by (bucket, position) and cut into chunks of m. Every key j has a chunk number c_j and every query i one c_i in
-each round; i sees j in that round when c_i - c_j is 0 or 1: its own chunk and the one before. Two ways to number:
+Keys are ordered by (bucket, position) and cut into chunks of m. In each round every key j has a chunk number c_j and
+every query i one c_i; i sees j when c_i - c_j is 0 or 1: its own chunk and the one before. Two ways to number:
 
-    sorted  c_j = place of j in the whole order // m. A chunk may span buckets, and where it begins depends on every token.
-    rank    c_j = rank of j inside its bucket // m, with a gap between buckets. The rank counts earlier tokens only, so a later
-            token never changes what an earlier one sees.
+    sorted  c_j = place of j in the whole order // m. A chunk may span buckets, and where it begins depends on every
+            token.
+    rank    c_j = rank of j inside its bucket // m, with a gap between buckets. The rank counts earlier tokens only, so
+            a later token never changes what an earlier one sees.
 
 Masked tokens have no place: they are ordered last and numbered so that nothing sees them. Everything here is integer
 arithmetic on indices; no gradient passes through it. X = sequences (batch x heads), R = rounds, L queries, S keys.
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..kernels.checkpointing import tracing
 
 __all__ = ["HIDDEN", "Choices", "aligned", "hash_buckets", "ranked", "ranked_shared", "slots", "take_rows"]
 
@@ -33,9 +36,9 @@ class Choices:
     query_chunk  (X, R, L)   c_i
     key_chunk    (X, R, S)   c_j, HIDDEN for masked keys
     key_order    (X, R, S)   which key stands at each place of the order
-    query_slot   (X, R, L)   where query i is computed: queries in blocks of m, each block against a few blocks of keys
+    query_slot   (X, R, L)   where query i is computed: queries in blocks of m, each against a few blocks of keys
     slot_query   (X, R, n*m) which query that is; L where a slot is empty
-    block        (X, R, n)   the last block of the key order that the query block reads; None = the one of its own number
+    block        (X, R, n)   the last block of the key order that a query block reads; None = that of its own number
     back         how many blocks before that it reads
     chunks       all chunk numbers are below it
     """
@@ -60,7 +63,8 @@ def hash_buckets(x: Tensor, matrix: Tensor, rounds: int) -> Tensor:
     # The largest of [y, -y] has the largest |y|; this way nothing is concatenated.
     index = y.abs().argmax(-1)
     negative = y.gather(-1, index.unsqueeze(-1)).squeeze(-1) < 0
-    return (index + negative * y.shape[-1]).mT.contiguous()
+    bucket: Tensor = (index + negative * y.shape[-1]).mT.contiguous()
+    return bucket
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -74,7 +78,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     if x.shape[-1] == 1:
         return x.squeeze(-1).gather(-1, index).unsqueeze(-1)
     start = x.shape[1] * torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
-    return x.flatten(0, 1).index_select(0, (index + start).flatten()).unflatten(0, index.shape)
+    rows: Tensor = x.flatten(0, 1).index_select(0, (index + start).flatten()).unflatten(0, index.shape)
+    return rows
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -120,22 +125,26 @@ def _padded(order: Tensor, size: int) -> Tensor:
 def slots(group: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks of `size` rows that all belong to one group, for groups of any sizes, without a loop.
 
-    group (..., L) int64 -> slot of each row (..., L), row of each slot (..., n*size) with L in empty slots, group of each
-    block (..., n). n = L // size + groups always suffices, whatever the groups are, so shapes never depend on values.
+    group (..., L) int64 -> slot of each row (..., L), row of each slot (..., n*size) with L in empty slots, group of
+    each block (..., n). n = L // size + groups suffices whatever the groups are; blocks at the end that no sequence
+    uses are cut off where a look at the values is free.
 
     >>> slots(torch.tensor([1, 0, 1, 1]), groups=2, size=2)
-    (tensor([2, 0, 3, 4]), tensor([1, 4, 0, 2, 3, 4, 4, 4]), tensor([0, 1, 1, 1]))
+    (tensor([2, 0, 3, 4]), tensor([1, 4, 0, 2, 3, 4]), tensor([0, 1, 1]))
     """
     length = group.shape[-1]
     blocks = length // size + groups
-    order, place = _ordered(group)
+    _, place = _ordered(group)
     counts = _counts(group, groups)
     needed = (counts + size - 1) // size
     slot = (_before(needed) * size - _before(counts)).gather(-1, group) + place
+    if group.numel() and group.device.type == "cpu" and not tracing(group):
+        blocks = int(slot.max()) // size + 1
     rows = torch.arange(length, device=group.device).expand_as(slot)
     row_of = group.new_full((*group.shape[:-1], blocks * size), length).scatter(-1, slot, rows)
     # The group of block b: how many groups have all of their blocks before it.
-    ends = group.new_zeros((*group.shape[:-1], blocks + 1)).scatter_add(-1, needed.cumsum(-1), torch.ones_like(needed))
+    last = needed.cumsum(-1).clamp(max=blocks)
+    ends = group.new_zeros((*group.shape[:-1], blocks + 1)).scatter_add(-1, last, torch.ones_like(needed))
     return slot, row_of, ends.cumsum(-1)[..., :-1].clamp(max=groups - 1)
 
 
@@ -149,8 +158,9 @@ def aligned(
 ) -> Choices:
     """Chunks of the whole order (`sorted`); `query_bucket=None` where queries and keys are the same tokens.
 
-    Other queries are ordered the same way and cut into blocks of m. A query is worth a place among the keys: the start of its
-    bucket plus its rank there, stretched to the number of keys. A block reads the chunk nearest to its first query's place.
+    Other queries are ordered the same way and cut into blocks of m. A query is worth a place among the keys: the start
+    of its bucket plus its rank there, stretched to the number of keys. A block reads the chunk nearest to its first
+    query's place, and the one before.
     """
     bucket = _ending(key_bucket, key_mask, buckets)
     order, place = _ordered(bucket)
@@ -181,7 +191,7 @@ def _limit(bucket: Tensor, buckets: int) -> int:
 def ranked_shared(bucket: Tensor, mask: Tensor | None, buckets: int, size: int) -> Choices:
     """Chunks by rank inside a bucket, queries and keys being the same tokens.
 
-    The two chunks seen lie within 2m places before the own place, so blocks of m places need two blocks before their own.
+    The two chunks seen lie within 2m places before the own place, so a block of m places reads two blocks before it.
     """
     bucket = _ending(bucket, mask, buckets)
     order, place = _ordered(bucket)
@@ -194,8 +204,11 @@ def ranked_shared(bucket: Tensor, mask: Tensor | None, buckets: int, size: int) 
 def ranked(
     key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, buckets: int, size: int
 ) -> Choices:
-    """Chunks by rank inside a bucket, for separate queries and keys of one length: query i has the rank that a key at its
-    position would have. How many queries fall between two keys is not bounded, so blocks are padded (`slots`)."""
+    """Chunks by rank inside a bucket, for separate queries and keys of one length.
+
+    Query i has the rank of the last key of its bucket at or before position i. How many queries fall between two keys
+    is not bounded, so blocks are padded (`slots`).
+    """
     length = key_bucket.shape[-1]
     bucket = _ending(key_bucket, key_mask, buckets)
     position = torch.arange(length, device=bucket.device)

@@ -6,12 +6,13 @@
     improved-clustered   out_i = m_j softmax_{l in T_j}(scale q_i.k_l) V + sum_{l not in T_j} A^c_jl v_l,
                          T_j the k keys with the largest A^c_jl,  m_j = sum_{l in T_j} A^c_jl
 
-Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020. The queries are clustered by `kmeans.py`. Rows
-sum to 1 in both, and a row of the improved form is never further from the exact one than the clustered row, in L1: on T_j its
-error is |m_j - exact mass|, the least any row with that mass can have there, and off T_j the two are equal.
+Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020; `kmeans.py` clusters the queries.
+Rows sum to 1 in both, and a row of the improved form is never further from the exact one than the clustered row, in
+L1: on T_j its error is |m_j - exact mass|, the least that any row of that mass can have there, and off T_j the two are
+equal.
 
-If all queries of a cluster are within eps of the centroid, ||A^c_j - A_i||_2 <= scale eps ||K||_2 / 2. There is no causal form:
-a centroid is a mean over the whole sequence.
+If a query is within eps of its centroid, ||A^c_j - A_i||_2 <= scale eps ||K||_2 / 2 (the paper has twice that). There is
+no causal form: a centroid is a mean over the whole sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOW = -1e30
 
 class _ByCluster(Mechanism):
     causal = False
-    causal_refusal = "a centroid is the mean of queries of the whole sequence, so every output would depend on later tokens"
+    causal_refusal = "a centroid is a mean over queries of the whole sequence, so every output would see later tokens"
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class _ByCluster(Mechanism):
         checks.check_positive("iterations", iterations, least=0)
         if clusters * (bits + 1) >= 1 << 24:
             raise ValueError(
-                f"clusters * (bits + 1) must stay below 2**24 for exact distances in float32, got {clusters=} and {bits=}"
+                f"clusters * (bits + 1) must be below 2**24, so that float32 counts exactly, got {clusters=} and {bits=}"
             )
         self.clusters, self.clustering, self.bits, self.iterations = clusters, clustering, bits, iterations
         self.draw = ClusterDraw(clusters, bits, head_dim, seed=seed)
@@ -100,7 +101,7 @@ class _ByCluster(Mechanism):
             centroid = member @ flat / member.sum(-1, keepdim=True).clamp(min=1)  # (X, C, D)
             # Query heads that share a key head stand side by side in one product: (B, H, groups C, D).
             centroid = centroid.view(batch, k.shape[1], -1, self.head_dim)
-            scores = scale * centroid @ keys.mT
+            scores = (scale * centroid) @ keys.mT
             if key_mask is not None:
                 scores = scores.masked_fill(~key_mask[:, None, None, :], LOW)
             corrected = self._correct(queries, keys, values, scores, member, scale, key_mask, backend == "reference")
@@ -125,7 +126,8 @@ class _ByCluster(Mechanism):
 
 def _broadcast(member: Tensor, rows: Tensor, batch: int) -> Tensor:
     """Rows of clusters (B, H, groups C, W) handed to their members: (B, Hq, L, W)."""
-    return (member.mT @ rows.reshape(member.shape[0], member.shape[1], -1)).unflatten(0, (batch, -1))
+    out: Tensor = (member.mT @ rows.reshape(member.shape[0], member.shape[1], -1)).unflatten(0, (batch, -1))
+    return out
 
 
 @final
@@ -166,7 +168,7 @@ class Clustered(_ByCluster):
         *,
         clusters: int = 25,
         clustering: str = "hamming",
-        bits: int = 63,
+        bits: int = 31,
         iterations: int = 10,
         seed: int | torch.Generator | None = None,
     ) -> None:
@@ -206,7 +208,7 @@ class ImprovedClustered(_ByCluster):
     """
 
     name = "improved-clustered"
-    equation = "m_j softmax(q_i k_T^T / sqrt(D)) v_T + (clustered weights off T) v, T the cluster's top keys, m_j their mass"
+    equation = "m_j softmax(q_i k_T^T / sqrt(D)) v_T + clustered weights off T, T the cluster's top keys, m_j their mass"
     paper = 'Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020'
     complexity = "O(C S (D + E) + C L bits iterations + L topk (D + E))"
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -226,7 +228,7 @@ class ImprovedClustered(_ByCluster):
         topk: int = 32,
         group_size: int = 1,
         clustering: str = "hamming",
-        bits: int = 63,
+        bits: int = 31,
         iterations: int = 10,
         seed: int | torch.Generator | None = None,
     ) -> None:
@@ -235,16 +237,17 @@ class ImprovedClustered(_ByCluster):
         checks.check_positive("group_size", group_size)
         if topk % group_size:
             raise ValueError(
-                f"topk={topk} must be a multiple of group_size={group_size}; use topk={-(-topk // group_size) * group_size}"
+                f"topk={topk} must be a multiple of group_size={group_size}; "
+                f"use topk={-(-topk // group_size) * group_size}"
             )
         self.topk, self.group_size = topk, group_size
 
-    def _top(self, scores: Tensor, weights: Tensor, key_mask: Tensor | None) -> Tensor:
-        """T_j as indices (B, H, groups C, k); k is topk, or all keys if there are fewer."""
+    def _top(self, scores: Tensor, weights: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """T_j as indices (B, H, groups C, k), k = topk or all keys if there are fewer, and which of them do not count."""
         keys, size = scores.shape[-1], self.group_size
         scores, weights = scores.detach(), weights.detach()
         if size == 1:
-            return scores.topk(min(self.topk, keys), sorted=False).indices
+            return scores.topk(min(self.topk, keys), sorted=False).indices, None
         order = torch.arange(keys, device=scores.device)
         if key_mask is not None:
             # Groups are cut from the real keys, so that they do not depend on where padding is.
@@ -259,8 +262,9 @@ class ImprovedClustered(_ByCluster):
         rank = torch.maximum(mass.log(), largest - total)
         groups = rank.topk(min(self.topk // size, rank.shape[-1]), sorted=False).indices
         index = (groups.unsqueeze(-1) * size + torch.arange(size, device=groups.device)).flatten(-2)
-        index = index.clamp(max=keys)  # a short last group: its missing keys are the one past the end
-        return index if key_mask is None else F.pad(order, (0, 1), value=keys).gather(-1, index)
+        missing = index >= keys  # of a short last group; the key before them is in T as well
+        index = index.clamp(max=keys - 1)
+        return (index if key_mask is None else order.gather(-1, index)), missing
 
     def _correct(
         self,
@@ -273,36 +277,40 @@ class ImprovedClustered(_ByCluster):
         key_mask: Tensor | None,
         dense: bool,
     ) -> Tensor:
-        # One key past the end, of weight 0, stands for the keys missing in a short last group.
-        weights = F.pad(torch.softmax(scores, -1), (0, 1))
-        top = self._top(scores, weights[..., :-1], key_mask)
-        mass = weights.gather(-1, top).sum(-1, keepdim=True)
-        rest = weights.scatter(-1, top, 0.0)[..., :-1]
-        counts = torch.ones_like(scores[:, :1, :1], dtype=torch.bool) if key_mask is None else key_mask[:, None, None, :]
-        counts = F.pad(counts, (0, 1), value=False)
+        weights = torch.softmax(scores, -1)
+        top, hidden = self._top(scores, weights, key_mask)
+        if key_mask is not None:
+            masked = ~key_mask[:, None, None, :].expand_as(scores).gather(-1, top)
+            hidden = masked if hidden is None else hidden | masked
+        inside = weights.gather(-1, top)
+        mass = (inside if hidden is None else inside.masked_fill(hidden, 0.0)).sum(-1, keepdim=True)
+        rest = weights.scatter(-1, top, 0.0)
         if dense:
-            return self._dense(q, k, v, member, scale, mass, rest, top, counts)
+            return self._dense(q, k, v, member, scale, mass, rest, top, key_mask)
         batch, heads, length, _ = q.shape
-        kv_heads, width = k.shape[1], top.shape[-1]
-        sequences, clusters = member.shape[:2]
+        sequences, clusters, _ = member.shape
         # Queries in blocks of one cluster each; a block reads its cluster's keys once.
         size = 16 if length < 32 * clusters else 32 if length < 128 * clusters else 64
-        slot, slot_query, block = slots(member.argmax(-2), clusters, size)
-        index = top.reshape(batch * kv_heads, -1)
+        number = torch.arange(clusters, device=q.device, dtype=q.dtype)
+        slot, slot_query, block = slots((number @ member).long().clamp(0, clusters - 1), clusters, size)
+        block = block + clusters * torch.arange(sequences, device=q.device).unsqueeze(-1)
 
         def per_block(rows: Tensor) -> Tensor:
-            """(X, C, W) or (B, H, groups C, W) -> (X n, W): the row of every block's cluster."""
-            start = clusters * torch.arange(sequences, device=rows.device).unsqueeze(-1)
-            return rows.reshape(sequences * clusters, -1).index_select(0, (block + start).flatten())
+            """Rows of clusters (.., W) -> (X n, 1, W): that of every block's cluster."""
+            return rows.reshape(sequences * clusters, -1).index_select(0, block.flatten()).unsqueeze(1)
 
-        keys, values = (take_rows(F.pad(x, (0, 0, 0, 1)).flatten(0, 1), index) for x in (k, v))
-        keys, values = (per_block(x.reshape(sequences, clusters, -1)).unflatten(-1, (width, -1)) for x in (keys, values))
-        rows = take_rows(F.pad(q, (0, 0, 0, 1)).flatten(0, 1), slot_query).view(-1, size, q.shape[-1])
-        hidden = ~counts.expand(batch, *top.shape[1:3], -1).gather(-1, top)
-        bias = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, LOW)
-        exact = torch.softmax(torch.baddbmm(per_block(bias).unsqueeze(1), rows, keys.mT, alpha=scale), -1)
-        out = torch.baddbmm(per_block(rest @ v).unsqueeze(1), exact * per_block(mass).unsqueeze(1), values)
-        return take_rows(out.view(sequences, -1, v.shape[-1]), slot).unflatten(0, (batch, heads))
+        # Scale and mass go to the few rows of the clusters, before every block gets its copy.
+        index = top.reshape(batch * k.shape[1], -1)
+        keys, values = (take_rows(x.flatten(0, 1), index).view(*top.shape, -1) for x in (k, v))
+        keys, values = per_block(scale * keys), per_block(mass.unsqueeze(-1) * values)
+        # An empty slot may hold any query: nobody reads it.
+        rows = take_rows(q.flatten(0, 1), slot_query.clamp(max=length - 1)).view(-1, size, q.shape[-1])
+        scores = rows @ keys.view(-1, top.shape[-1], k.shape[-1]).mT
+        if hidden is not None:
+            scores = scores.masked_fill(per_block(hidden), LOW)
+        values = values.view(-1, top.shape[-1], v.shape[-1])
+        out = torch.baddbmm(per_block(rest @ v), torch.softmax(scores, -1), values)
+        return take_rows(out.view(sequences, -1, v.shape[-1]), slot).view(batch, heads, length, -1)
 
     def _dense(
         self,
@@ -314,13 +322,13 @@ class ImprovedClustered(_ByCluster):
         mass: Tensor,
         rest: Tensor,
         top: Tensor,
-        counts: Tensor,
+        key_mask: Tensor | None,
     ) -> Tensor:
         """The oracle: every weight written out, (B, Hq, L, S)."""
         batch, groups = q.shape[0], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        chosen = torch.zeros_like(F.pad(rest, (0, 1))).scatter(-1, top, 1.0)[..., :-1]
-        inside = _broadcast(member, chosen, batch).bool() & counts[..., :-1]
-        exact = torch.softmax((scale * q @ k.mT).masked_fill(~inside, LOW), -1)
-        weights = _broadcast(member, mass, batch) * exact.masked_fill(~inside, 0.0) + _broadcast(member, rest, batch)
-        return weights @ v
+        inside = _broadcast(member, torch.zeros_like(rest).scatter(-1, top, 1.0), batch) > 0
+        if key_mask is not None:
+            inside = inside & key_mask[:, None, None, :]
+        exact = torch.softmax((scale * q @ k.mT).masked_fill(~inside, LOW), -1).masked_fill(~inside, 0.0)
+        return (_broadcast(member, mass, batch) * exact + _broadcast(member, rest, batch)) @ v

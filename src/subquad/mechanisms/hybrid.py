@@ -1,6 +1,6 @@
 """Hybrid attention: softmax where it matters, linear attention for the rest, one normaliser.
 
-    out_i = (sum_{j near i} e^{s_ij} v_j + c sum_{j far} phi(q_i).phi(k_j) v_j) / (the same with 1 for v_j), s = scale q.k
+    out_i = (sum_{j near} e^{s_ij} v_j + c sum_{j far} phi(q_i).phi(k_j) v_j) / (the same with 1 for v_j), s = scale q.k
 
     near i: |i - j| <= window, and the first `sinks` keys        causal: j <= i as well
     far:    every other key
@@ -13,14 +13,15 @@ those of Xiao et al., "Efficient Streaming Language Models with Attention Sinks"
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..state import LinearState
-from . import near_far
+from ..kernels.dispatch import full_precision
+from . import near_far, near_far_reference
 from .base import Kernelised, Mechanism
 from .hybrid_state import HybridState
 
@@ -88,8 +89,8 @@ class Hybrid(Mechanism):
     far:    a kernelised mechanism for the rest: a name, {"mechanism": name, **options}, or an object
 
     Positions are counted from the first real key of a sequence, so padding in front changes nothing; padding between
-    real tokens holds a place in the window. `scale` multiplies q.k in both fields. Far maps that estimate
-    e^{scale q.k} (performer with the softmax kernel, taylor) join the exact weights as they are; the others (linear, relu, the
+    real tokens holds a place in the window. `scale` multiplies q.k in both fields. Far maps that estimate e^{scale q.k}
+    (performer with the softmax kernel, taylor) join the exact weights as they are; the others (linear, relu, the
     Gaussian kernel, hedgehog) get a learned factor per head, which needs heads=. Signed maps (trig, Taylor degree 1,
     hermite) can make far weights negative: a row whose normaliser comes close to 0 is then unbounded.
 
@@ -158,7 +159,7 @@ class Hybrid(Mechanism):
 
     def _empty(self, k: Tensor, v: Tensor, scale: float) -> HybridState:
         far = self.far._empty(k, v, scale)
-        far = LinearState(far.weighted, far.normaliser, far.log_max, far.count, self._origin(scale))
+        far = replace(far, origin=self._origin(scale))
         made: HybridState = HybridState.empty(
             far, k, window=self.window, sinks=self.sinks, feature_map=self.far.feature_map, scale=scale
         )
@@ -206,11 +207,11 @@ class Hybrid(Mechanism):
                 f"hybrid needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: its window stands around a "
                 f"query's own position, which cross attention does not have. Use its far field alone, {self.far.name!r}"
             )
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             state = self._empty(k, v, scale)
             if backend == "reference":
                 mask = near_far.real_keys(k, key_mask)
-                out = near_far.full_reference(self.far.feature_map, q, k, v, state, self.log_scale, mask)
+                out = near_far_reference.full(self.far.feature_map, q, k, v, state, self.log_scale, mask)
             else:
                 out = near_far.full(
                     *(self.far.feature_map, q, k, v, state),
@@ -234,10 +235,10 @@ class Hybrid(Mechanism):
     ) -> tuple[Tensor, HybridState]:
         self._prepare(backend, chunk_size)
         state = self._empty(k, v, scale) if state is None else self._checked(state, k, v, scale)
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             if backend == "reference":
                 mask = near_far.real_keys(k, key_mask)
-                out, after = near_far.causal_reference(self.far.feature_map, q, k, v, state, self.log_scale, mask)
+                out, after = near_far_reference.causal(self.far.feature_map, q, k, v, state, self.log_scale, mask)
             else:
                 out, after = near_far.causal(
                     *(self.far.feature_map, q, k, v, state),
@@ -251,7 +252,7 @@ class Hybrid(Mechanism):
         """Refused: what a query may see depends on where it stands, which absorb and read leave open."""
         raise NotImplementedError(
             "hybrid has no absorb/read: its window stands around a query's own position, which cross attention does "
-            f"not have. Use scan(q, k, v) to build a state, or the far field alone, {self.far.name!r}, for cross attention"
+            f"not have. Use scan(q, k, v) to build a state, and {self.far.name!r} alone for cross attention"
         )
 
     def read(self, q: Tensor, state: Any, **call: Any) -> Tensor:

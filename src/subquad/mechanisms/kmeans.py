@@ -1,14 +1,15 @@
 """K-means of the queries of each sequence, for clustered attention.
 
-    hamming  b_i = sign(W x_i) in {-1, 1}^bits; centroids are majority votes, c = sign(sum of members' b), the distance is the
-             Hamming distance (bits - b.c) / 2, and so the nearest centroid has the largest b.c
+    hamming  b_i = sign(W x_i) in {-1, 1}^bits; centroids are majority votes, c = sign(sum of members' b); the Hamming
+             distance is (bits - b.c) / 2, so the nearest centroid has the largest b.c
     lloyd    centroids are means, the distance is Euclidean: the nearest centroid has the largest x.c - |c|^2 / 2
 
-Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020, use the first; signs of random projections
-keep angles (Charikar, 2002). Both are matrix products over all tokens at once; nothing loops over tokens or clusters.
+Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020, use the first; signs of random
+projections keep angles (Charikar, 2002). Both are matrix products over all tokens at once; nothing loops over tokens
+or clusters.
 
-Masked tokens have no influence: initial centroids are taken from real tokens, evenly over their ranks, and masked tokens
-enter no sum. A cluster that loses all members keeps its centroid and stays empty; with as many clusters as real tokens, or
+Masked tokens have no influence: clusters start from real tokens, evenly over their ranks, and masked tokens enter no
+sum. A cluster without members keeps its centroid and may win members later; with as many clusters as real tokens, or
 more, every token starts as a cluster of its own.
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.seeded import Projection
@@ -53,7 +53,7 @@ class ClusterDraw(Projection):
 
 def _first_tokens(x: Tensor, mask: Tensor | None, starts: Tensor) -> Tensor:
     """The tokens that clusters start from: x (X, L, W) -> (X, C, W)."""
-    sequences, length, width = x.shape
+    _, length, width = x.shape
     clusters = starts.shape[0]
     number = torch.arange(clusters, device=x.device)
     if mask is None:
@@ -71,12 +71,16 @@ def _first_tokens(x: Tensor, mask: Tensor | None, starts: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-def cluster(
-    x: Tensor, mask: Tensor | None, draw: ClusterDraw, *, clustering: str, iterations: int
-) -> Tensor:
-    """Memberships (X, C, L) of x (X, L, D) in x's dtype: 1 where token l belongs to cluster c, 0 elsewhere and for masked tokens.
+def cluster(x: Tensor, mask: Tensor | None, draw: ClusterDraw, *, clustering: str, iterations: int) -> Tensor:
+    """Memberships (X, C, L) of x (X, L, D), in x's dtype: 1 where token l belongs to cluster c, else 0.
 
-    mask (X, L) bool, True = real. No gradient passes through the choice.
+    mask (X, L) bool, True = real; masked tokens belong to no cluster. No gradient passes through the choice.
+
+    >>> x = torch.tensor([[[1.0, 0.0], [1.1, 0.0], [-1.0, 0.0], [-1.2, 0.0]]])
+    >>> draw = ClusterDraw(clusters=2, bits=8, dim=2, seed=0)
+    >>> cluster(x, None, draw, clustering="lloyd", iterations=5)
+    tensor([[[1., 1., 0., 0.],
+             [0., 0., 1., 1.]]])
     """
     x = x.detach()
     member = _hamming(x, mask, draw, iterations) if clustering == "hamming" else _lloyd(x, mask, draw, iterations)
@@ -84,21 +88,22 @@ def cluster(
 
 
 def _hamming(x: Tensor, mask: Tensor | None, draw: ClusterDraw, iterations: int) -> Tensor:
-    code = torch.where(x @ draw.matrix.to(x.dtype).mT < 0, -1.0, 1.0).to(torch.float32)  # (X, L, bits)
-    if mask is not None:
-        code = code * mask.unsqueeze(-1)
-    centroid = _first_tokens(code, mask, draw.starts)
-    clusters = centroid.shape[-2]
-    # b.c is an integer. Times the number of clusters, minus the number of the cluster, all candidates of a token differ by at
-    # least 1: ties go to the first cluster, and relu(score - largest + 1) is the indicator, without any index.
+    bits = torch.sign(draw.matrix.to(x.dtype) @ x.mT).to(torch.float32)  # (X, bits, L)
+    # One more row that is 1 for real tokens. A masked token is a column of zeros, which votes for nothing.
+    here = torch.ones_like(bits[:, :1]) if mask is None else mask.unsqueeze(1).to(bits.dtype)
+    code = torch.cat([bits * here if mask is not None else bits, here], 1)
+    clusters = draw.starts.shape[0]
+    centroid = _first_tokens(code.mT, mask, draw.starts)  # (X, C, bits + 1)
+    # b.c is an integer. Times the count of clusters, minus the number of the cluster, the candidates of a token differ
+    # by at least 1: ties go to the first cluster, and relu(score - largest + 1) is the indicator, without any index.
+    # The last row of the code carries that number.
     number = torch.arange(clusters, device=x.device, dtype=code.dtype)
-    columns = F.pad(code, (0, 1), value=1.0).mT.contiguous()  # (X, bits + 1, L)
     for left in range(iterations, -1, -1):
-        rows = torch.cat([clusters * centroid, -number.expand(centroid.shape[:-1]).unsqueeze(-1)], -1)
-        score = rows @ columns  # (X, C, L)
-        member = score.sub_(score.amax(-2, keepdim=True) - 1).clamp_(min=0)
+        weighted = torch.cat([clusters * centroid[..., :-1], -number.expand(centroid.shape[:-1]).unsqueeze(-1)], -1)
+        score = weighted @ code  # (X, C, L)
+        member = score.sub_(score.amax(-2, keepdim=True) - 1).relu_()
         if left:
-            votes = member @ code
+            votes = member @ code.mT
             # A tied vote, and every vote of an empty cluster, leaves the bit as it was.
             centroid = torch.where(votes == 0, centroid, votes.sign())
     return member.to(x.dtype)

@@ -5,9 +5,9 @@
     N(i) = {|i - j| <= window}  or j among the first `global_tokens`  or i among them
     causal: j <= i as well, so that N(i) = the last `window` tokens, i itself, and the global tokens before i
 
-Beltagy et al., "Longformer: The Long-Document Transformer", 2020. O(L window), in blocks of matmuls. A position is the rank
-of a token among the real tokens of its sequence: padding takes no place in the window, wherever it stands. With a window as
-long as the sequence this is softmax attention.
+Beltagy et al., "Longformer: The Long-Document Transformer", 2020. O(L window), in blocks of matmuls. A position is the
+rank of a token among the real tokens of its sequence: padding takes no place in the window, wherever it stands. With a
+window as long as the sequence this is softmax attention.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WindowState:
     origin: str = ""
 
     def extend(self, k: Tensor, v: Tensor, count: Tensor) -> WindowState:
-        """The state after tokens k (B, H, L, D), v (B, H, L, E), of which the first `count` (B,) of each sequence are real."""
+        """The state after tokens k (B, H, L, D), v (B, H, L, E), the first `count` (B,) of each sequence real."""
         window, globals_, length = self.k.shape[2], self.first_k.shape[2], k.shape[2]
         newest = count[:, None] + torch.arange(window, device=k.device)
         # Slots of [first tokens so far | new tokens]; those beyond the last token are empty, whatever is put there.
@@ -102,11 +102,11 @@ class Local(Mechanism):
 
     window:        tokens on each side (causal: the last `window` tokens, besides the token itself); more than there are
                    tokens is allowed and gives softmax attention
-    global_tokens: the first tokens of each sequence see everyone and are seen by everyone (causal: by every later token)
+    global_tokens: the first tokens of each sequence see all and are seen by all (causal: by every later token)
 
     A token whose key is masked is no part of its sequence: it takes no place in any window, and its own output is 0.
-    `scan` keeps the last `window` and the first `global_tokens` tokens, so its memory does not grow. `read(q, state)` lets
-    every query stand where the next token would: it sees the whole window and the global tokens.
+    `scan` keeps the last `window` and the first `global_tokens` tokens, so its memory does not grow. `read(q, state)`
+    lets every query stand where the next token would: it sees the whole window and the global tokens.
 
     >>> import torch, subquad as sq
     >>> attn = sq.create("local", head_dim=8, window=4, global_tokens=1)
@@ -163,8 +163,8 @@ class Local(Mechanism):
         check_call(backend, chunk_size)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
-                f"local needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query has no "
-                "place among the keys, so there is no window around it. Use 'softmax', 'performer' or 'nystrom'"
+                f"local needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query "
+                "has no place among the keys, so there is no window around it. Use 'softmax', 'performer' or 'nystrom'"
             )
         with torch.autocast(q.device.type, enabled=False):
             if backend == "reference":
@@ -172,8 +172,10 @@ class Local(Mechanism):
             dtype = compute_dtype(v)
             order = Order(key_mask, k.shape[2], k.device)
             q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
-            out = self._causal(q, k, wide, None, order, scale, chunk_size) if is_causal else self._full(
-                q, k, wide, order, scale, chunk_size
+            out = (
+                self._causal(q, k, wide, None, order, scale, chunk_size)
+                if is_causal
+                else self._full(q, k, wide, order, scale, chunk_size)
             )
             return order.back(out).to(v.dtype)
 
@@ -200,9 +202,7 @@ class Local(Mechanism):
         if rows:
             limit = (order.count - 1)[:, None, :, None].expand(-1, -1, length, -1)
             shared = Shared(k[:, :, :rows], v[:, :, :rows], limit)
-        out = sliding(
-            q, F.pad(k, both), F.pad(v, both), F.pad(near, both), scale, shared=shared, chunk_size=chunk_size
-        )
+        out = sliding(q, F.pad(k, both), F.pad(v, both), F.pad(near, both), scale, shared=shared, chunk_size=chunk_size)
         if not rows:
             return out
         everywhere = dense_partial(q[:, :, :rows], k, v, order.real[:, None], scale).finish()
@@ -247,10 +247,11 @@ class Local(Mechanism):
         def slots(count: int, width: int) -> Tensor:
             return k.new_zeros((batch, heads, count, width), dtype=dtype)
 
-        widths = (k.shape[-1], v.shape[-1])
         return WindowState(
-            *(slots(self.window, width) for width in widths),
-            *(slots(self.global_tokens, width) for width in widths),
+            slots(self.window, k.shape[-1]),
+            slots(self.window, v.shape[-1]),
+            slots(self.global_tokens, k.shape[-1]),
+            slots(self.global_tokens, v.shape[-1]),
             k.new_zeros((batch,), dtype=torch.int64),
             self._origin(scale),
         )
@@ -328,7 +329,8 @@ class Local(Mechanism):
         check_call(backend, chunk_size)
         before = self._before(k, v, state, self.resolve_scale(scale))
         order = Order(key_mask, k.shape[2], k.device)
-        return before.extend(*(order.front(x.to(before.k.dtype)) for x in (k, v)), order.count[:, 0])
+        keys, values = (order.front(x.to(before.k.dtype)) for x in (k, v))
+        return before.extend(keys, values, order.count[:, 0])
 
     def read(
         self,
@@ -353,4 +355,3 @@ class Local(Mechanism):
             if keys.shape[2] == 0:
                 return q.new_zeros((*q.shape[:3], values.shape[-1]))
             return dense_partial(q.to(keys.dtype), keys, values, visible, number).finish().to(q.dtype)
-

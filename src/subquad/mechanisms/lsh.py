@@ -1,19 +1,21 @@
 """LSH attention (Reformer): softmax over the keys that hash to the same place.
 
     h_r(x) = argmax [x R_r, -x R_r]                        one bucket per round r
-    P_i    = union over r of the keys in i's own chunk and the one before, chunks being cut from the order by (bucket, position)
+    P_i    = union over r of the keys in i's own chunk and the one before; chunks are cut from the order by
+             (bucket, position)
     out_i  = sum_{j in P_i} e^{scale q_i.k_j} v_j / sum_{j in P_i} e^{scale q_i.k_j}
 
-Kitaev, Kaiser and Levskaya, "Reformer: The Efficient Transformer", 2020. A key seen in N_ij rounds would count N_ij times if
-the rounds were simply merged; the paper subtracts log N_ij from its score. Here it is counted in the first round that sees it and
-hidden in the others: the same softmax over the union, with half the comparisons and no logarithm.
+Kitaev, Kaiser and Levskaya, "Reformer: The Efficient Transformer", 2020. A key seen in N_ij rounds would count N_ij
+times if the rounds were simply merged; the paper subtracts log N_ij from its score. Here it counts in the first round
+that sees it and is hidden in the others: the same softmax over the union, with half the comparisons.
 
-Causal. The paper's chunks are cut from the sorted order, so where a chunk begins depends on later tokens: masking the scores
-does not stop that, and a later token changes what an earlier one sees. `chunking="rank"` cuts by the rank inside a bucket,
-which depends on the past only. Without `is_causal` there is nothing to hide, and chunks are cut from the sorted order always.
+Causal. The paper's chunks are cut from the sorted order, so where a chunk begins depends on later tokens: masking the
+scores does not stop that, and a later token changes what an earlier one sees. `chunking="rank"` cuts by the rank inside
+a bucket, which depends on the past only. Without `is_causal` there is nothing to hide, and chunks are always cut from
+the sorted order, across buckets.
 
-Every choice (buckets, chunks) is made per sequence from its real tokens, with a number of buckets that does not depend on
-any length, so a sequence gives the same alone, in a padded batch, and as the prefix of a longer one.
+Every choice is made per sequence from its real tokens, and the number of buckets does not depend on any length. So a
+sequence gives the same alone and in a padded batch and, causal by rank, as the prefix of a longer one.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from .buckets import Choices, aligned, hash_buckets, ranked, ranked_shared, take
 
 __all__ = ["LSH"]
 
-# Subtracted from scores that do not count: their weights underflow to an exact 0. Finite, so that a row without any key stays
-# finite as well; its log-sum-exp below LOWEST tells that there was nothing to see.
+# Subtracted from scores that do not count: their weights underflow to an exact 0. Finite, so that a row without any key
+# stays finite as well; its log-sum-exp below LOWEST tells that there was nothing to see.
 HUGE, LOWEST = 1e30, -1e20
 # Scores per piece of work: a few of them together stay in a core's cache.
 PIECE = 1 << 18
@@ -44,16 +46,16 @@ class LSH(Mechanism):
     """Locality-sensitive hashing attention.
 
     rounds:      R, independent hashes; a query sees the union of what the rounds show it
-    buckets:     buckets per round, even. About length / bucket_size is a good number; it is not derived from the length,
-                 because then a token would depend on how many follow it
+    buckets:     buckets per round, even. About length / bucket_size is a good number; it is not derived from the
+                 length, because then a token would depend on how many follow it
     bucket_size: m, tokens per chunk of the order; a query sees at most 2m keys per round
-    shared_qk:   the paper's form: the keys are the queries, scaled to norm 1. `k` is not read (pass q again), a masked key is
-                 a masked query too (its output is 0), and a token sees itself only if it sees nothing else
+    shared_qk:   the paper's form: the keys are the queries, scaled to norm 1. `k` is not read (pass q again), a masked
+                 key is a masked query too (its output is 0), and a token sees itself only if it sees nothing else
     chunking:    rank (causal chunks depend on the past only) | sorted (the paper's; leaks the future by selection)
     seed:        integer or torch.Generator; None takes one integer from torch's generator
 
-    With separate queries and keys and `is_causal`, a token always sees itself. Without `is_causal`, q and k may differ in length.
-    There are no shortest lengths: fewer tokens than m, or buckets without a token, are as good as any.
+    With separate queries and keys and `is_causal`, a token always sees itself. Without `is_causal`, q and k may differ
+    in length. Nothing has to divide anything: fewer tokens than m, and buckets without a token, are as good as any.
 
     >>> import torch, subquad as sq
     >>> attn = sq.create("lsh", head_dim=16, rounds=2, buckets=8, bucket_size=32, seed=0)
@@ -148,8 +150,8 @@ class LSH(Mechanism):
         batch, heads, length, _ = q.shape
         if self.shared_qk and length != k.shape[2]:
             raise ValueError(
-                f"shared_qk=True makes the keys from the queries, so q and k must have the same length, got {length} and "
-                f"{k.shape[2]}; use shared_qk=False for cross attention"
+                f"shared_qk=True makes the keys from the queries, so q and k must have the same length, got {length} "
+                f"and {k.shape[2]}; use shared_qk=False for cross attention"
             )
         if length == 0 or k.shape[2] == 0:
             return v.new_zeros((batch, heads, length, v.shape[-1]))
@@ -157,8 +159,9 @@ class LSH(Mechanism):
             dtype = torch.promote_types(q.dtype, torch.float32)
             groups = heads // k.shape[1]
             queries = q.to(dtype).flatten(0, 1)
-            values = v.to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
-            keys = F.normalize(queries, dim=-1) if self.shared_qk else k.to(dtype).repeat_interleave(groups, 1).flatten(0, 1)
+            keys, values = (x.to(dtype).repeat_interleave(groups, 1).flatten(0, 1) for x in (k, v))
+            if self.shared_qk:
+                keys = F.normalize(queries, dim=-1)
             real = None if key_mask is None else key_mask.repeat_interleave(heads, 0)  # (X, S)
             asked = None if query_mask is None else query_mask.repeat_interleave(heads, 0)
             if real is not None:
@@ -178,7 +181,7 @@ class LSH(Mechanism):
                 out = _merge(torch.stack(rounds), queries, keys, values, real, alone, scale, self.shared_qk)
             if self.shared_qk and real is not None:
                 out = out.masked_fill(~real.unsqueeze(-1), 0.0)
-        return out.unflatten(0, (batch, heads)).to(v.dtype)
+        return out.view(batch, heads, length, -1).to(v.dtype)
 
 
 def _dense(
@@ -210,9 +213,9 @@ def _dense(
 
 
 def _tables(choices: Choices, real: Tensor | None, length: int, keys: int) -> tuple[Tensor, Tensor]:
-    """What decides visibility, as small integers: position and chunk in each round, (1 + R, X, L + 1) and (1 + R, X, S + 1).
+    """What decides visibility, as small integers: position and chunk per round, (1 + R, X, L + 1) and (1 + R, X, S + 1).
 
-    Keys that nothing sees have the largest position there is, and so has the row past the end.
+    Keys that nothing sees have the largest position there is, and so has the one past the end.
     """
     kind = torch.int16 if max(length, keys, choices.chunks) < 32000 else torch.int32
     beyond = torch.iinfo(kind).max
@@ -274,8 +277,8 @@ def _one_round(
         )
         bias = _hidden(ids, [c.mT for c in key_ids], is_causal, alone, back == 2).to(x.dtype).mul_(HUGE)
         scores = torch.baddbmm(bias, x, ks.mT, alpha=scale)
-        # The log-sum-exp is the largest score less the logarithm of the weight it gets; this way the fused softmax serves,
-        # which is much faster than exp() where weights underflow.
+        # The log-sum-exp is the largest score less the logarithm of the weight it gets: this way the fused softmax
+        # serves, which is many times faster than exp() where weights underflow.
         weights = torch.softmax(scores, -1)
         total = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
         return (), torch.cat([weights @ vs, total], -1).flatten(0, 1)
@@ -291,21 +294,21 @@ def _one_round(
 def _hidden(ids: list[Tensor], key_ids: list[Tensor], is_causal: bool, alone: bool, by_rank: bool) -> Tensor:
     """-1 where a pair does not count in the latest of the rounds listed, else 0: (f, m, W) integers.
 
-    ids: position and chunk per round, (f, m, 1) each; key_ids: the same, (f, 1, W). Small integers throughout, since comparisons
-    that give bools are several times slower than arithmetic on a CPU.
+    ids: position and chunk per round, (f, m, 1) each; key_ids: the same, (f, 1, W). Small integers throughout, since
+    comparisons that give bools are several times slower than arithmetic on a CPU.
     """
     position, key_position = ids[0], key_ids[0]
     if is_causal:
-        hidden = (position - 1 - key_position).clamp_(-1, 0)  # keys strictly before the query; its own is treated apart
+        hidden = (position - 1 - key_position).clamp(-1, 0)  # keys strictly before the query; its own is treated apart
     else:
         hidden = -(key_position == torch.iinfo(position.dtype).max).to(position.dtype)
         if alone:
-            hidden = torch.minimum(hidden, (position - key_position).abs_().clamp_(max=1).sub_(1))
+            hidden = torch.minimum(hidden, (position - key_position).abs_().clamp(max=1).sub_(1))
     *earlier, now = (mine - theirs for mine, theirs in zip(ids[1:], key_ids[1:], strict=True))
     if by_rank:  # blocks of places hold parts of other chunks
-        hidden = torch.minimum(hidden, now.bitwise_and_(-2).abs_().clamp_(max=1).neg_())
+        hidden = torch.minimum(hidden, now.bitwise_and_(-2).abs_().clamp(max=1).neg_())
     for offset in earlier:  # 0 or 1: that round has counted the pair already
-        hidden = torch.minimum(hidden, offset.bitwise_and_(-2).abs_().clamp_(max=1).sub_(1))
+        hidden = torch.minimum(hidden, offset.bitwise_and_(-2).abs_().clamp(max=1).sub_(1))
     return hidden
 
 

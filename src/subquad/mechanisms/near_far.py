@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..features.base import FeatureMap, Features
-from ..kernels import reference
 from ..kernels.checkpointing import Carry, scan_chunks, tracing
 from ..kernels.chunked import UNDERFLOW, default_chunk, exact_causal, masked, shared_shift
 from ..state import LinearState, finite, safe_divide
 from .hybrid_state import HybridState, Sinks, settle
 from .windows import Partial, dense_partial, window_partial
 
-__all__ = ["causal", "causal_reference", "combine", "full", "full_reference", "real_keys"]
+__all__ = ["causal", "combine", "full", "real_keys"]
 
 
 def _compute(x: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ def _far(
         after, shared = shared_shift(queries, keys, v, state, groups, strict=True)
         far = laid_out(shared)
         if careful or _sound(far, near, state, mask, scaled):
-            return LinearState(after.weighted, after.normaliser, after.log_max, count, state.origin), far
+            return replace(after, count=count), far
     after = state.absorb(keys, v, count - state.count)
     return after, laid_out(exact_causal(queries, keys, v, state, groups, strict=True))
 
 
 def _sound(far: Partial, near: Partial, state: LinearState, mask: Tensor | None, scaled: bool) -> bool:
-    """Whether a shift shared by the chunk lost no key that matters and mixed no NaN of a later key into earlier rows."""
+    """Whether a shift shared by the chunk lost no key that matters and took no NaN of a later key into earlier rows."""
     with torch.no_grad():
         if not bool(far.numerator.sum().isfinite()):
             return False
@@ -129,7 +129,7 @@ def _pass(
     careful = tracing(q) or q.device.type != "cpu"
     far = state.far
     start: Carry = (
-        *(far.weighted, far.normaliser, far.log_max, far.count),
+        *far.tensors,
         *(state.window_k, state.window_v, state.window_mask, state.window_slot),
         *state.sinks,
     )
@@ -137,7 +137,7 @@ def _pass(
     def step(
         carry: Carry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, slot: Tensor, other: Tensor | None
     ) -> tuple[Carry, Tensor]:
-        before = LinearState(*carry[:4], origin=far.origin)
+        before = LinearState.of(carry[:4], far.origin)
         tokens = q.shape[2]
         q, k = _compute(q), torch.cat([carry[4], _compute(k)], 2)
         v = torch.cat([carry[5], _compute(v)], 2)
@@ -166,7 +166,7 @@ def _pass(
         after, part = _far(queries, keys, values, before, hidden, near, log_far, careful)
         total = combine([near, part])
         carry = (
-            *(after.weighted, after.normaliser, after.log_max, after.count),
+            *after.tensors,
             *(k[:, :, tokens:], v[:, :, tokens:], mask[:, tokens:], slot[:, tokens:]),
             *sinks,
         )
@@ -214,9 +214,19 @@ def causal(
     mask = real_keys(k, key_mask)
     slot, start = _positions(state, mask)
     out, carry = _pass(feature_map, q, k, v, mask, slot, state, log_far=log_far, chunk_size=chunk_size)
-    far = LinearState(*carry[:4], origin=state.far.origin)
-    rest: Any = (*carry[4:7], *carry[8:], state.length + k.shape[2], start)
-    return out, HybridState(far, *rest, state.feature_map, state.scale, state.origin)
+    sinks = Sinks(*carry[8:])
+    return out, replace(
+        state,
+        far=LinearState.of(carry[:4], state.far.origin),
+        window_k=carry[4],
+        window_v=carry[5],
+        window_mask=carry[6],
+        sink_k=sinks.k,
+        sink_v=sinks.v,
+        sink_mask=sinks.mask,
+        length=state.length + k.shape[2],
+        start=start,
+    )
 
 
 def full(
@@ -233,92 +243,7 @@ def full(
     """out (B, Hq, L, E): the window on both sides, the far field before and after it; `state` is empty."""
     mask = real_keys(k, key_mask)
     slot, _ = _positions(state, mask)
-    backwards = (x.flip(-2) for x in (q, k, v))
+    q2, k2, v2 = (x.flip(-2) for x in (q, k, v))
     call: dict[str, Any] = {"log_far": log_far, "chunk_size": chunk_size}
-    later, _ = _pass(feature_map, *backwards, mask.flip(-1), slot.flip(-1), state, own=False, finish=False, **call)
+    later, _ = _pass(feature_map, q2, k2, v2, mask.flip(-1), slot.flip(-1), state, own=False, finish=False, **call)
     return _pass(feature_map, q, k, v, mask, slot, state, other=later.flip(-2), **call)[0]
-
-
-# -- the oracle: O(L^2), near and far as explicit masks ------------------------------------------------------------
-
-
-def _dense(
-    feature_map: FeatureMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    near: Tensor,
-    far: Tensor,
-    state: HybridState,
-    log_far: Tensor | None,
-) -> Tensor:
-    """Attention with exact weights under `near` and far weights under `far` and for the far state; masks (B, L, S)."""
-    batch, heads, length, _ = q.shape
-    kv_heads, scale = k.shape[1], state.scale
-    groups = heads // kv_heads
-    rows = q.reshape(batch, kv_heads, groups * length, q.shape[-1])
-    near, far = (x.repeat(1, groups, 1)[:, None] for x in (near, far))
-    gain = 0.0 if log_far is None else log_far.to(rows.dtype).repeat_interleave(length).view(kv_heads, -1, 1)
-    exact = (scale * rows @ k.mT).masked_fill(~near, float("-inf"))
-    queries = feature_map.queries(rows, scale)
-    values, log = reference.log_weights(queries, feature_map.keys(k, scale))
-    log = (log + gain).masked_fill(~far | (values == 0), float("-inf"))
-    past = state.far.log_max.unsqueeze(-2) + (0.0 if queries.log_scale is None else queries.log_scale) + gain
-    past_values = torch.ones_like(past) if queries.values is None else queries.values
-    unseen = (past_values * state.far.normaliser.unsqueeze(-2) == 0) & (state.far.weighted == 0).all(-1).unsqueeze(-2)
-    past = past.expand_as(unseen).masked_fill(unseen, float("-inf"))
-    shift = finite(torch.cat([exact, log, past], -1).detach().amax(-1, keepdim=True))
-    weights = (exact - shift).exp() + torch.where(far, values, 0.0) * (log - shift).exp()
-    past_weights = past_values * (past - shift).exp()
-    hidden = ~(near | far).any(-2).unsqueeze(-1)
-    numerator = weights @ v.masked_fill(hidden, 0.0) + past_weights @ state.far.weighted
-    normaliser = weights.sum(-1) + (past_weights @ state.far.normaliser.unsqueeze(-1)).squeeze(-1)
-    return safe_divide(numerator, normaliser).reshape(batch, heads, length, v.shape[-1])
-
-
-def _reference_masks(position: Tensor, rows: Tensor, mask: Tensor, start: Tensor, window: int, sinks: int) -> Any:
-    """Which keys (B, S) at `position` with `mask` are near or far for rows (B, L), seen without regard to order."""
-    distance = rows[:, :, None] - position[:, None, :]
-    is_sink = ((position >= start[:, None]) & (position < start[:, None] + sinks))[:, None]
-    near = ((distance.abs() <= window) | is_sink) & mask[:, None]
-    return near, ~near & mask[:, None], distance
-
-
-def full_reference(
-    feature_map: FeatureMap, q: Tensor, k: Tensor, v: Tensor, state: HybridState, log_far: Tensor | None, mask: Tensor
-) -> Tensor:
-    """The definition of `full`."""
-    window, sinks = state.window_mask.shape[1], state.sink_mask.shape[1]
-    position = torch.arange(k.shape[2], device=k.device).expand(k.shape[0], -1)
-    near, far, _ = _reference_masks(position, position, mask, state.first_real(mask), window, sinks)
-    return _dense(feature_map, _compute(q), _compute(k), _compute(v), near, far, state, log_far)
-
-
-def causal_reference(
-    feature_map: FeatureMap, q: Tensor, k: Tensor, v: Tensor, state: HybridState, log_far: Tensor | None, mask: Tensor
-) -> tuple[Tensor, HybridState]:
-    """The definition of `causal`: every key that is still known by itself, and the far field of the state."""
-    window, sinks = state.window_mask.shape[1], state.sink_mask.shape[1]
-    start, tokens = state.first_real(mask), k.shape[2]
-    if tokens == 0:
-        return state.window_v.new_zeros((*q.shape[:3], v.shape[-1])), state
-    rows = state.length[:, None] + torch.arange(tokens, device=k.device)
-    numbers = torch.arange(sinks, device=k.device)
-    old = state.length[:, None] - torch.arange(window, 0, -1, device=k.device)
-    position = torch.cat([state.start[:, None] + numbers, old, rows], 1)
-    known = torch.cat([state.sink_mask, state.window_mask, mask], 1)
-    all_k = torch.cat([state.sink_k, state.window_k, _compute(k)], 2)
-    all_v = torch.cat([state.sink_v, state.window_v, _compute(v)], 2)
-    near, far, distance = _reference_masks(position, rows, known, start, window, sinks)
-    out = _dense(feature_map, _compute(q), all_k, all_v, near & (distance >= 0), far & (distance >= 0), state, log_far)
-    left = slice(sinks, sinks + tokens)
-    slot = position[:, left] - start[:, None]
-    settled, _ = settle(state.sinks, all_k[:, :, left], all_v[:, :, left], known[:, left], slot)
-    far_mask = known[:, left] & ~((slot >= 0) & (slot < sinks))
-    after = reference.absorb(
-        feature_map, all_k[:, :, left], all_v[:, :, left], state.far, scale=state.scale, key_mask=far_mask
-    )
-    rest = slice(sinks + tokens, None)
-    ring: Any = (all_k[:, :, rest], all_v[:, :, rest], known[:, rest])
-    end: Any = (state.length + tokens, start, state.feature_map, state.scale, state.origin)
-    return out, HybridState(after, *ring, *settled, *end)

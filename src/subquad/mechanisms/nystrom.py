@@ -2,18 +2,19 @@
 
     out = softmax(scale q k~^T) Z softmax(scale q~ k^T) v,        Z ~ pinv(A),   A = softmax(scale q~ k~^T)
 
-with q~, k~ the means of `landmarks` segments of the sequence. Xiong et al., "Nystromformer: A Nystrom-based algorithm for
-approximating self-attention", 2021; their layer adds a depthwise convolution of v, which is a layer's business and not
-attention. Z comes from the paper's iteration
+with q~, k~ the means of `landmarks` segments of the sequence. Xiong et al., "Nystromformer: A Nystrom-based algorithm
+for approximating self-attention", 2021; their layer adds a depthwise convolution of v, which is a layer's business and
+not attention. Z comes from the paper's iteration
 
     Z_0 = A^T / (|A|_1 |A|_inf),       Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4
 
 with both norms taken per (batch, head): a maximum over the whole batch would couple its sequences.
 
 Six iterations are a regulariser, not an unfinished computation. A is nearly singular on ordinary inputs, and its true
-pseudo-inverse blows up what the landmarks miss: 256 tokens and 64 Gaussian landmarks gave a relative error of 0.35 after
-6 iterations, 0.87 after 12, and 9.8 with the exact pseudo-inverse (178 with 32 landmarks), where uniform attention has 0.64.
-`pinv="exact"` is there for the identity it satisfies: with a landmark for every token it is softmax attention.
+pseudo-inverse blows up what the landmarks miss: 256 tokens and 64 Gaussian landmarks gave a relative error of 0.35
+after 6 iterations, 0.87 after 12, and 9.8 with the exact pseudo-inverse (178 with 32 landmarks), where uniform
+attention has 0.64. `pinv="exact"` is there for the identity it satisfies: with a landmark for every token it is
+softmax attention.
 
 A segment mean sees tokens after most of its own, so there is no causal form.
 """

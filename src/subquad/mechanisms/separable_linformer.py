@@ -1,20 +1,21 @@
 """Separable Linformer: the softmax split into one over the features of a query and one over tokens.
 
-    out = softmax_features(q) (softmax_tokens(E k)^T (F v)),        rows of softmax_features(q) softmax_tokens(E k)^T sum to 1
+    out = softmax_features(q) (softmax_tokens(E k)^T (F v)),     every row of weights sums to 1
 
-The form of "Revisiting Linformer with a modified self-attention with linear complexity" (Verma, 2020), with the axes that
-make every row a distribution, and computed from the right: first the D x E matrix of the tokens, then the queries.
+The form of "Revisiting Linformer with a modified self-attention with linear complexity" (Verma, 2020), with the axes
+that make every row a distribution, and computed from the right: first the D x E matrix of the tokens, then the
+queries.
 
 Where the paper's printed form differs:
 
 - it divides by column sums for both factors. For q that normalises over tokens and for k over features, and rows of the
   product then sum to anything from 0.91 to 1.10 on Gaussian inputs. Here q is normalised over features, k over tokens.
-- it lets the projections shrink by delta = 2^-n. That is 0 in float32 from n = 150 and in float64 from n = 1075, which makes
-  the softmax over the projected tokens uniform whatever k is. Here E and F are ordinary learned matrices.
+- it lets the projections shrink by delta = 2^-n. That is 0 in float32 from n = 150 and in float64 from n = 1075, which
+  makes the softmax over the projected tokens uniform whatever k is. Here E and F are ordinary learned matrices.
 
-E and F are not needed: without them (`projected=False`, the default) this is efficient attention (Shen et al., 2021) and is
-computed by it, O(L D E) with no projection size in it; with them the cost contains rank S D as well. Either way it is an
-attention of its own of rank D, not an estimate of softmax attention.
+E and F are not needed: without them (`projected=False`, the default) this is efficient attention (Shen et al., 2021)
+and is computed by it, O(L D E) with no projection size in it; with them the cost contains rank S D as well. Either way
+it is an attention of its own of rank D, not an estimate of softmax attention.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class SeparableLinformer(Mechanism):
     def tie(self, other: SeparableLinformer) -> None:
         """Use `other`'s E from now on, the same parameter and not a copy; both need sharing='layers'."""
         if self.projection is None:
-            raise ValueError("tie: there are no projections to share; create both with projected=True, sharing='layers'")
+            raise ValueError(
+                "tie: there are no projections to share; create both with projected=True, sharing='layers'"
+            )
         self.projection = tie(self.projection, other, self.name)
 
     def _attend(

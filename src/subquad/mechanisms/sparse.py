@@ -3,15 +3,16 @@
     out_i = sum_{j in N(i)} e^{scale q_i.k_j} v_j / sum_{j in N(i)} e^{scale q_i.k_j}
 
     strided   N(i) = {|i - j| <= stride}  or  {(i - j) mod stride = 0}
-    fixed     N(i) = {j in the block of i}  or  {j among the last `summary` tokens of any block},  blocks of `stride` tokens
+    fixed     N(i) = {j in the block of i}  or  {j among the last `summary` tokens of a block},  blocks of `stride`
     causal    j <= i as well
 
-Child et al., "Generating Long Sequences with Sparse Transformers", 2019. The paper gives the two halves of a pattern to
-separate heads or merges them; here they are merged into one softmax over the union, in which no key counts twice. A row has
-2 stride + L / stride keys (strided) or stride + summary L / stride (fixed): O(L sqrt(L)) in all where stride is about sqrt(L).
+Child et al., "Generating Long Sequences with Sparse Transformers", 2019. The paper gives the two halves of a pattern
+to separate heads or merges them; here they are merged into one softmax over the union, in which no key counts twice. A
+row has 2 stride + L / stride keys (strided) or stride + summary L / stride (fixed): O(L sqrt(L)) in all where stride
+is about sqrt(L).
 
-The stride belongs to the model and is never derived from the input: from the padded length it would change a sequence with
-its batch, and from the true length it would let a causal row feel how many tokens come after it.
+The stride belongs to the model and is never derived from the input: from the padded length it would change a sequence
+with its batch, and from the true length it would let a causal row feel how many tokens come after it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,18 @@ from .. import checks
 from ..kernels.checkpointing import Carry, scan_chunks
 from .base import Mechanism
 from .softmax import dense_softmax
-from .windows import CHUNK_BYTES, Order, Partial, check_call, compute_dtype, join, packed, sliding, unpacked, weighted_sum
+from .windows import (
+    CHUNK_BYTES,
+    Order,
+    Partial,
+    check_call,
+    compute_dtype,
+    join,
+    packed,
+    sliding,
+    unpacked,
+    weighted_sum,
+)
 
 __all__ = ["Sparse"]
 
@@ -35,17 +47,19 @@ def _rows_of(x: Tensor, stride: int) -> Tensor:
     """(B, H, L, C) -> (B, H, ceil(L / stride), stride, C), filled up with zeros."""
     count = -(-x.shape[2] // stride)
     spare = count * stride - x.shape[2]
-    return (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(2, (count, stride))
+    rows: Tensor = (F.pad(x, (0, 0, 0, spare)) if spare else x).unflatten(2, (count, stride))
+    return rows
 
 
 def _grouped_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """q (B, H G, N, R, D) by k (B, H, N, S, D) -> (B, H, G, N, R, S)."""
-    return (scale * q).unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT
+    grouped: Tensor = (scale * q).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
+    return grouped @ k.unsqueeze(2).mT
 
 
 def _chunk(chunk_size: int | None, tokens: int, row_bytes: int) -> int:
     """How many groups of `tokens` tokens, each with `row_bytes` of scores, one step takes."""
-    return max(1, CHUNK_BYTES // row_bytes if chunk_size is None else chunk_size // tokens)
+    return max(1, CHUNK_BYTES // max(1, row_bytes) if chunk_size is None else chunk_size // tokens)
 
 
 @final
@@ -114,8 +128,8 @@ class Sparse(Mechanism):
         check_call(backend, chunk_size)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
-                f"sparse needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query has "
-                "no place among the keys, so no pattern is around it. Use 'softmax', 'performer' or 'nystrom'"
+                f"sparse needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query "
+                "has no place among the keys, so no pattern is around it. Use 'softmax', 'performer' or 'nystrom'"
             )
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -164,7 +178,7 @@ class Sparse(Mechanism):
         length, stride = q.shape[2], self.stride
         rows = -(-length // stride)
 
-        def columns(x: Tensor) -> Tensor:  # (B, H, L, C) -> (B, H, stride, rows C): one column is one "token" of the loop
+        def columns(x: Tensor) -> Tensor:  # (B, H, L, C) -> (B, H, stride, rows C): the loop goes over columns
             return _rows_of(x, stride).transpose(2, 3).flatten(3, 4)
 
         place = torch.arange(rows, device=q.device)
@@ -198,9 +212,7 @@ class Sparse(Mechanism):
         number = torch.arange(blocks, device=q.device)
         home = number.repeat_interleave(summary)
 
-        def step(
-            carry: Carry, q: Tensor, k: Tensor, v: Tensor, real: Tensor, block: Tensor
-        ) -> tuple[Carry, Tensor]:
+        def step(carry: Carry, q: Tensor, k: Tensor, v: Tensor, real: Tensor, block: Tensor) -> tuple[Carry, Tensor]:
             q, k, v, real = (x.unflatten(3, (stride, -1)) for x in (q, k, v, real))
             hidden = ~(inside & real.mT).unsqueeze(2)  # (B, 1, 1, blocks, stride, stride)
             scores = _grouped_scores(q, k, scale).masked_fill_(hidden, float("-inf"))
@@ -216,4 +228,5 @@ class Sparse(Mechanism):
         inputs = [x.flatten(3, 4) for x in parts] + [number.view(1, 1, blocks, 1).expand(q.shape[0], -1, -1, -1)]
         _, out = scan_chunks(step, (), inputs, [shown_k, shown_v], _chunk(chunk_size, stride, row_bytes))
         assert out is not None
-        return out.unflatten(3, (stride, -1)).flatten(2, 3)[:, :, :length]
+        tokens: Tensor = out.unflatten(3, (stride, v.shape[-1])).flatten(2, 3)
+        return tokens[:, :, :length]

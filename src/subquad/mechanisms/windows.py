@@ -2,9 +2,10 @@
 
     query i sees the key slots i .. i + span,        span = (number of keys) - (number of queries)
 
-A causal window of w tokens is this with the w earlier keys (or w empty slots) put in front, a window of w tokens on each
-side with w slots put at both ends. Parts of one softmax are kept as `Partial` until they are joined: numerator, normaliser
-and the log shift both were divided by, so that windows, single keys and a far field can share one normaliser.
+A causal window of w tokens is this with the w earlier keys (or w empty slots) put in front, a window of w tokens on
+each side with w slots put at both ends. Parts of one softmax are kept as `Partial` until they are joined: numerator,
+normaliser and the log shift both were divided by, so that windows, single keys and a far field can share one
+normaliser.
 
 `Order` moves the real tokens of each sequence to its front. Positions are then ranks among real tokens, so that padding
 takes no place in a window, a stride or a projection, wherever it stands.
@@ -42,7 +43,7 @@ __all__ = [
 # Rows per block: a block sees block + span keys of which each row uses span + 1, so small blocks waste little and large
 # ones make better matmuls.
 LEAST_BLOCK, MOST_BLOCK = 64, 128
-# Bytes of the scores of one chunk of queries, small enough to stay in the last-level cache between the passes over them.
+# Bytes of the scores of one chunk of queries, small enough to stay in the last-level cache between passes.
 CHUNK_BYTES = 8 << 20
 
 
@@ -64,7 +65,7 @@ class Partial(NamedTuple):
 
     numerator:  (..., L, E)  sum_j e^{s_ij - shift_i} v_j
     normaliser: (..., L)     sum_j e^{s_ij - shift_i}
-    shift:      (..., L)     the largest visible score of the row, -inf where no key is visible; a constant for gradients
+    shift:      (..., L)     the largest visible score of the row, -inf where there is none; a constant for gradients
     """
 
     numerator: Tensor
@@ -107,8 +108,8 @@ def _all_finite(v: Tensor) -> bool:
 def weighted_sum(scores: Tensor, v: Tensor) -> Partial:
     """scores (..., L, S), -inf at hidden keys, and v (..., S, E); `scores` is overwritten.
 
-    A hidden key has weight 0, but 0 times a value that is not finite would be NaN: such values count as 0 in the product and
-    make exactly those rows NaN that give them a weight.
+    A hidden key has weight 0, but 0 times a value that is not finite would be NaN: such values count as 0 in the
+    product and make exactly those rows NaN that give them a weight.
     """
     shift = scores.detach().amax(-1)
     weights = scores.sub_(finite(shift).unsqueeze(-1)).exp_()
@@ -122,7 +123,8 @@ def weighted_sum(scores: Tensor, v: Tensor) -> Partial:
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     """(B, H G, L, D) -> (B, H, G, L, D): the query heads of each key head."""
-    return q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
+    grouped: Tensor = q.unflatten(1, (kv_heads, q.shape[1] // kv_heads))
+    return grouped
 
 
 def _ungrouped(part: Partial) -> Partial:
@@ -130,7 +132,7 @@ def _ungrouped(part: Partial) -> Partial:
 
 
 def dense_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
-    """Rows q (B, Hq, L, D) over few keys k (B, H, S, D), v (B, H, S, E); visible (B or 1, L or 1, S) bool, None = all."""
+    """Rows q (B, Hq, L, D) over few keys k (B, H, S, D), v (B, H, S, E); visible (B or 1, L or 1, S), None = all."""
     rows = _grouped(q, k.shape[1])
     scores = (scale * rows) @ k.unsqueeze(2).mT
     if visible is not None:
@@ -144,7 +146,7 @@ def _block_size(length: int, span: int) -> int:
 
 
 def _neighbours(x: Tensor, block: int, blocks: int, span: int) -> Tensor:
-    """(B, H, blocks * block + span, C) -> (B, H, blocks, block + span, C): the slots that each block of rows may see."""
+    """(B, H, blocks * block + span, C) -> (B, H, blocks, block + span, C): the slots each block of rows may see."""
     if blocks == 1:
         return x.unsqueeze(2)
     reach = -(-span // block)
@@ -166,7 +168,7 @@ class _Blocks(NamedTuple):
 
     def unblocked(self, x: Tensor, length: int) -> Tensor:
         """(B, H, blocks, R, ..) -> (B, H G, length, ..)."""
-        x = x.unflatten(3, (self.groups, -1)).transpose(2, 3).flatten(3, 4)
+        x = x.unflatten(3, (self.groups, x.shape[3] // self.groups)).transpose(2, 3).flatten(3, 4)
         return x[:, :, :, :length].flatten(1, 2)
 
 
@@ -189,8 +191,8 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> _Blocks:
 def window_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Partial:
     """Query i of q (B, Hq, L, D) over the slots i .. i + span of k (B, H, span + L, D), v (B, H, span + L, E).
 
-    visible (B or 1, 1, span + L, 1) bool says which slots hold a key. O(L (span + block)) time and memory; for long inputs
-    see `sliding`, which keeps O(L) for the backward.
+    visible (B or 1, 1, span + L, 1) bool says which slots hold a key. O(L (span + block)) time and memory; for long
+    inputs see `sliding`, which keeps O(L) for the backward.
 
     >>> q, k, v = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 4)
     >>> window_partial(q, k, v, torch.ones(1, 1, 7, 1, dtype=torch.bool), 0.5).finish().shape
@@ -216,12 +218,12 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     else:
         rows, keys, values, mask = (x.transpose(1, 2).flatten(0, 1) for x in (*cut[:3], mask))
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
-        out = out.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+        out = out.unflatten(0, (q.shape[0], cut.rows.shape[2])).transpose(1, 2)
     return cut.unblocked(out.masked_fill(empty, 0.0), q.shape[2])
 
 
 class Shared(NamedTuple):
-    """Keys that stand outside the window: k (B, H, g, D), v (B, H, g, E); query i sees those up to limit (B, 1, L, 1)."""
+    """Keys outside the window: k (B, H, g, D), v (B, H, g, E); query i sees those up to limit (B or 1, 1, L, 1)."""
 
     k: Tensor
     v: Tensor
@@ -272,7 +274,7 @@ def sliding(
         block = _block_size(length, span)
         row_bytes = q.shape[0] * q.shape[1] * (block + span) * q.element_size()
         # A chunk copies the span before it: shorter ones would copy more than they compute.
-        chunk_size = max(block, span // block * block, CHUNK_BYTES // row_bytes // block * block)
+        chunk_size = max(block, span // block * block, CHUNK_BYTES // max(1, row_bytes) // block * block)
     parts = None if far is None else packed(far)
     _, out = scan_chunks(step, tuple(first), (q, *rest, limits, parts), constants, chunk_size)
     assert out is not None

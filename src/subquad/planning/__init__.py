@@ -1,0 +1,1 @@
+"""Which mechanism to use: crossovers measured on this machine; error prediction and plans."""

@@ -1,0 +1,157 @@
+"""From which length a mechanism is faster than softmax attention, measured once on this machine.
+
+`create("auto", length=...)` asks this table: softmax below the crossover, the chosen mechanism above it, resolved once
+to a concrete mechanism. Results never depend on the machine behind the user's back: what was chosen is an ordinary
+mechanism with a config of its own.
+
+The table is a JSON file, `crossovers.json` in $SUBQUAD_CACHE (default: $XDG_CACHE_HOME/subquad or ~/.cache/subquad).
+It may be read, edited to override a value, or deleted to measure again; `crossover=` overrides it for one call.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import checks
+from .._version import __version__
+
+__all__ = ["cache_path", "crossover_length", "read_table", "resolve_auto"]
+
+LENGTHS = tuple(128 * 2**i for i in range(8))  # 128 ... 16384
+ROUNDS = 3
+
+
+def cache_path() -> Path:
+    """Where the measured crossovers are kept."""
+    folder = os.environ.get("SUBQUAD_CACHE")
+    if folder is None:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache"), "subquad")
+    return Path(folder) / "crossovers.json"
+
+
+def read_table() -> dict[str, Any]:
+    """All crossovers measured so far, by key; an unreadable file counts as empty, since it can be measured again."""
+    try:
+        table = json.loads(cache_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _write_table(table: dict[str, Any]) -> None:
+    path = cache_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In one step: several processes may measure at the same time.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".crossovers.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(table, file, indent=2, sort_keys=True)
+        os.replace(name, path)
+    except OSError:
+        pass  # a read-only home: the value is measured again next time
+
+
+def _key(config: dict[str, Any], heads: int, is_causal: bool, training: bool) -> str:
+    shown = {name: value for name, value in config.items() if name not in ("heads", "kv_heads", "seed")}
+    machine = f"{platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, subquad {__version__}"
+    form = f"{'causal' if is_causal else 'full'} {'training' if training else 'forward'}"
+    return f"{json.dumps(shown, sort_keys=True)} heads {heads}, {form}; {machine}; {versions}"
+
+
+def _seconds(attend: Any, length: int, heads: int, is_causal: bool, training: bool) -> float:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = 0.5 * torch.randn(3, 1, heads, length, attend.head_dim, generator=generator)
+    inputs = [x.requires_grad_(training) for x in (q, k, v)]
+    start = time.perf_counter()
+    with torch.set_grad_enabled(training):
+        out = attend(*inputs, is_causal=is_causal)
+        if training:
+            out.sum().backward()
+    return time.perf_counter() - start
+
+
+def _measure(attend: Any, softmax: Any, heads: int, is_causal: bool, training: bool) -> int | None:
+    """The first length, between the measured ones on a log scale, at which `attend` takes less time than `softmax`."""
+    before: tuple[int, float] | None = None
+    for length in LENGTHS:
+        best = [math.inf, math.inf]
+        for turn in range(ROUNDS + 1):
+            for i, mechanism in enumerate((attend, softmax)):
+                seconds = _seconds(mechanism, length, heads, is_causal, training)
+                if turn:  # the first round warms up
+                    best[i] = min(best[i], seconds)
+        ratio = math.log(best[0] / best[1])
+        if ratio <= 0:
+            if before is None:
+                return length
+            earlier, above = before
+            return round(earlier * (length / earlier) ** (above / (above - ratio)))
+        before = (length, ratio)
+    return None
+
+
+def crossover_length(
+    mechanism: Any, *, heads: int = 8, is_causal: bool = False, training: bool = False, measure: bool = True
+) -> int | None:
+    """The length from which `mechanism` (an object from `create`) is faster than softmax here; None = not up to 16384.
+
+    Measured on the CPU at the first call for a mechanism, shape and machine, then read from the table.
+    """
+    from ..mechanisms import create
+
+    key = _key(mechanism.config(), heads, is_causal, training)
+    table = read_table()
+    if key not in table:
+        if not measure:
+            raise KeyError(f"no crossover measured for {key}")
+        softmax = create("softmax", mechanism.head_dim)
+        table = {**read_table(), key: _measure(mechanism, softmax, heads, is_causal, training)}
+        _write_table(table)
+    value = table[key]
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{cache_path()}: the crossover for {key!r} must be a positive integer or null, got {value!r}")
+    return value
+
+
+def resolve_auto(
+    head_dim: int,
+    heads: int | None,
+    kv_heads: int | None,
+    *,
+    length: int,
+    above: str = "performer",
+    is_causal: bool = False,
+    training: bool = False,
+    crossover: int | None = None,
+    **options: Any,
+) -> Any:
+    """softmax for `length` below the crossover, else `above` with `options`.
+
+    length:    the length to decide for
+    above:     the mechanism to use where it pays
+    is_causal, training: which form is timed: causal or not, forward alone or with its backward
+    crossover: a length to use instead of the measured one
+    """
+    from ..mechanisms import create
+
+    checks.check_positive("length", length)
+    if crossover is not None:
+        checks.check_positive("crossover", crossover)
+    chosen = create(above, head_dim, heads, kv_heads, **options)
+    if crossover is None:
+        timed = create(above, head_dim, heads or 8, **options) if heads is None else chosen
+        timed = timed if kv_heads in (None, heads) else create(above, head_dim, heads, **options)
+        crossover = crossover_length(timed, heads=heads or 8, is_causal=is_causal, training=training)
+    if crossover is None or length < crossover:
+        return create("softmax", head_dim, heads, kv_heads)
+    return chosen

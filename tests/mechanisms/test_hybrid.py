@@ -1,0 +1,492 @@
+"""Hybrid: exact near, kernelised far, one normaliser, in every form."""
+
+import functools
+import itertools
+import json
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import subquad as sq
+from subquad.features.polynomial import PolynomialFeatures
+from subquad.features.random import ExponentialFeatures, TrigFeatures
+from subquad.mechanisms import near_far, windows
+
+PERFORMER = {"mechanism": "performer", "num_features": 16, "seed": 1}
+FARS = [
+    PERFORMER,
+    {**PERFORMER, "features": "sderf", "center": True},
+    {**PERFORMER, "features": "trig"},
+    {"mechanism": "taylor", "degree": 2, "center": True},
+    {"mechanism": "taylor", "degree": 1},
+    "linear",
+    "hedgehog",
+]
+
+
+def _tokens(length, batch=1, heads=2, kv_heads=None, dim=4, width=3, dtype=torch.float64, norm=0.7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(heads, width):
+        return torch.randn(batch, heads, length, width, generator=generator, dtype=torch.float64)
+
+    kv_heads = kv_heads or heads
+    q, k, v = norm * draw(heads, dim) + 0.2, norm * draw(kv_heads, dim) - 0.1, draw(kv_heads, width)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _hybrid(far, window, sinks, heads=2, kv_heads=None, dim=4):
+    attn = sq.create("hybrid", dim, heads, kv_heads, window=window, sinks=sinks, far=far)
+    q, k, _ = _tokens(60, heads=heads, kv_heads=kv_heads, dim=dim, seed=9)
+    try:
+        attn.calibrate(q, k)
+    except ValueError as error:
+        assert "uses no calibration" in str(error)
+    if attn.log_scale is not None:
+        with torch.no_grad():
+            attn.log_scale.copy_(torch.linspace(-0.5, 0.7, heads))
+    return attn
+
+
+def _brute(attn, q, k, v, is_causal, mask=None, first=None):
+    """The definition, one pair after the other; `first` overrides where sinks are counted from."""
+    heads, length = q.shape[1], q.shape[2]
+    groups = heads // k.shape[1]
+    scale = attn.head_dim**-0.5
+    phi = attn.far.feature_map
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    for b in range(q.shape[0]):
+        real = [True] * length if mask is None else mask[b].tolist()
+        start = (real.index(True) if any(real) else length) if first is None else first
+        for h in range(heads):
+            c = 1.0 if attn.log_scale is None else attn.log_scale[h].double().exp().item()
+            g = h // groups
+            rows = phi.queries(q.reshape(q.shape[0], k.shape[1], groups * length, -1), scale)
+            keys = phi.keys(k, scale)
+
+            def whole(features, b, g):
+                values = 1.0 if features.values is None else features.values[b, g]
+                return values if features.log_scale is None else values * features.log_scale[b, g].exp()
+
+            far = whole(rows, b, g)[h % groups * length : (h % groups + 1) * length] @ whole(keys, b, g).T
+            exact = (scale * q[b, h] @ k[b, g].T).exp()
+            for i in range(length):
+                total, sum_ = torch.zeros(v.shape[-1], dtype=torch.float64), 0.0
+                for j in range(length):
+                    if not real[j] or (is_causal and j > i):
+                        continue
+                    near = abs(i - j) <= attn.window or start <= j < start + attn.sinks
+                    weight = exact[i, j] if near else c * far[i, j]
+                    total, sum_ = total + weight * v[b, g, j], sum_ + weight
+                if sum_ != 0:
+                    out[b, h, i] = total / sum_
+    return out.detach()
+
+
+# -- the definition --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("far", FARS, ids=str)
+def test_equals_the_definition_pair_by_pair(far, is_causal):
+    q, k, v = _tokens(17, batch=2, heads=4, kv_heads=2)
+    mask = torch.rand(2, 17, generator=torch.Generator().manual_seed(4)) > 0.25
+    mask[1, :3] = False
+    for window, sinks in ((3, 2), (0, 0), (0, 6), (5, 0), (2, 9)):
+        attn = _hybrid(far, window, sinks, heads=4, kv_heads=2)
+        for key_mask in (None, mask):
+            want = _brute(attn, q, k, v, is_causal, key_mask)
+            for call in ({}, {"chunk_size": 4}, {"backend": "reference"}):
+                got = attn(q, k, v, is_causal=is_causal, key_mask=key_mask, **call)
+                assert (got - want).abs().max() <= 1e-9 * max(1.0, want.abs().max().item())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("far", FARS, ids=str)
+def test_is_softmax_while_everything_is_near(far, is_causal):
+    q, k, v = _tokens(40)
+    exact = sq.attention(q, k, v, "softmax", is_causal=is_causal)
+    assert (_hybrid(far, 39, 0)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
+    assert (_hybrid(far, 1000, 4)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
+    assert (_hybrid(far, 0, 40)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
+    assert (_hybrid(far, 38, 0)(q, k, v, is_causal=is_causal) - exact).abs().max() > 1e-7
+
+
+def test_default_options():
+    attn = sq.create("hybrid", 8, far={"mechanism": "performer", "seed": 0})
+    assert (attn.window, attn.sinks, attn.far.num_features) == (64, 4, 256)
+    assert sq.create("hybrid", 8).far.name == "performer"
+
+
+def test_a_window_and_sinks_beat_either_field_alone():
+    """Local structure plus something everyone looks at: what hybrids are for."""
+    generator = torch.Generator().manual_seed(0)
+    walk = torch.randn(1, 1, 400, 16, generator=generator).cumsum(2)
+    walk = walk - torch.nn.functional.avg_pool1d(walk[0].mT, 41, 1, 20, count_include_pad=False).mT[None]
+    q = k = 0.6 * walk
+    v = torch.randn(1, 1, 400, 8, generator=generator)
+    exact = sq.attention(q, k, v, "softmax", is_causal=True)
+
+    def error(name, **options):
+        return ((sq.create(name, 16, 1, **options)(q, k, v, is_causal=True) - exact).norm() / exact.norm()).item()
+
+    far = {"num_features": 128, "seed": 0, "features": "oprf"}
+    both = error("hybrid", window=16, sinks=2, far={"mechanism": "performer", **far})
+    assert both < 0.7 * error("performer", **far)
+    assert both < error("local", window=16, global_tokens=2)
+
+
+# -- the far weights are on the scale of e^{q.k} ---------------------------------------------------------------------
+
+
+def _product(phi, q, k, scale):
+    rows, keys = phi.queries(q, scale), phi.keys(k, scale)
+
+    def whole(features):
+        values = 1.0 if features.values is None else features.values
+        return values if features.log_scale is None else values * features.log_scale.exp()
+
+    return whole(rows) @ whole(keys).mT
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("features", ["positive", "hyperbolic", "oprf", "sderf", "trig"])
+def test_random_maps_estimate_the_exponential_itself(features, center):
+    q, k, _ = _tokens(20, dim=4, norm=0.3)
+    q, k = q + torch.tensor([0.6, 0.6, -0.2, -0.2]), k + torch.tensor([0.9, 0.1, 0.1, 0.9])
+    options = {"center": center, "kv_heads": 2, "seed": 0}
+    if features == "trig":
+        phi = TrigFeatures(4, 1 << 14, kernel="softmax", **options)
+    else:
+        phi = ExponentialFeatures(4, 1 << 14, features=features, **options)
+    phi.calibrate(q, k)
+    assert phi.estimates_softmax
+    ratio = _product(phi, q, k, 0.7) / (0.7 * q @ k.mT).exp()
+    # 2^14 features: errors of a few percent. A factor e^{x.ybar} left out would be one of 1.5 and more.
+    assert (ratio - 1).abs().median() < 0.05
+    assert abs(ratio.mean().item() - 1) < 0.05
+
+
+@pytest.mark.parametrize("scale", [0.5, -0.5])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_centred_taylor_estimates_the_exponential_itself(degree, scale):
+    q, k, _ = _tokens(30, dim=4, norm=0.05)
+    q, k = q + 1.0, k - 1.5
+    phi = PolynomialFeatures(4, degree=degree, center=True, kv_heads=2)
+    phi.calibration.update(q, k)
+    exact = (scale * q @ k.mT).exp()
+    assert (_product(phi, q, k, scale) / exact - 1).abs().max() < 0.02
+    # Without the query's factor e^{x.ybar}, which plain attention never notices, it is off by orders of magnitude.
+    rows = phi.queries(q, scale)
+    without = rows.values @ (phi.keys(k, scale).values * phi.keys(k, scale).log_scale.exp()).mT
+    assert (without / exact - 1).abs().min() > 0.5
+    # And plain attention really does not notice.
+    plain = sq.create("taylor", 4, 2, degree=degree, center=True)
+    plain.calibrate(q, k)
+    v = torch.randn(1, 2, 30, 3, dtype=torch.float64)
+    weights = without / without.sum(-1, keepdim=True)
+    assert (plain(q, k, v, scale=scale) - weights @ v).abs().max() <= 1e-12
+
+
+def test_only_maps_of_another_kernel_get_a_learned_factor():
+    for far in (PERFORMER, {**PERFORMER, "features": "trig"}, "taylor"):
+        assert sq.create("hybrid", 4, far=far).log_scale is None
+    others = ["linear", "hedgehog", {**PERFORMER, "features": "relu"}, {**PERFORMER, "kernel": "gaussian"}]
+    for far in others:
+        attn = sq.create("hybrid", 4, 6, 2, window=2, sinks=0, far=far)
+        assert attn.log_scale.shape == (6,)
+        q, k, v = _tokens(20, heads=6, kv_heads=2, dtype=torch.float32)
+        attn(q, k, v, is_causal=True, chunk_size=5).square().sum().backward()
+        assert (attn.log_scale.grad != 0).all()
+        if far != "hedgehog":
+            with pytest.raises(ValueError, match="pass heads="):
+                sq.create("hybrid", 4, far=far)
+
+
+# -- numerics: each with the wrong version beside it ---------------------------------------------------------
+
+
+def test_a_far_field_made_by_subtraction_would_lose_it():
+    """One near key with huge features: total minus near leaves only rounding errors of the far field."""
+    attn = _hybrid({"mechanism": "taylor", "degree": 2}, 4, 0)
+    q, k, v = _tokens(60, dtype=torch.float32)
+    q[..., 0] += 2
+    k[:, :, 30] = torch.tensor([-1e4, 0, 0, 0])  # scores of about -1e4: 1 + s + s^2/2 = 5e7, but e^s = 0
+    want = attn(*(x.double() for x in (q, k, v)), backend="reference")[:, :, 26:35]
+    got = attn(q, k, v)[:, :, 26:35]
+    assert (got - want).abs().max() < 1e-5
+    near = torch.ones(60, 60, dtype=torch.bool).tril(4).triu(-4)
+    weights = _product(attn.far.feature_map, q, k, 0.5)
+    values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    far = weights @ values - (weights * near) @ values
+    both = far + ((0.5 * q @ k.mT).exp() * near) @ values
+    wrong = (both[..., :-1] / both[..., -1:])[:, :, 26:35]
+    assert (wrong - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_huge_keys_do_not_hide_small_ones(is_causal, monkeypatch):
+    """Keys of norm 60 enter the far field in the middle of a chunk; rows that cannot see them keep their small keys."""
+    attn = _hybrid({**PERFORMER, "features": "positive", "num_features": 32}, 3, 1)
+    q, k, v = _tokens(90, dtype=torch.float32)
+    k[:, :, 40:50] *= 60 / k[:, :, 40:50].norm(dim=-1, keepdim=True)
+    q[:, :, :40] = 0  # their near scores are small as well
+    q[:, :, 40:] *= -1
+    want = attn(*(x.double() for x in (q, k, v)), is_causal=is_causal, backend="reference")
+    got = attn(q, k, v, is_causal=is_causal)
+    assert (got - want).abs().max() < 1e-3
+    before = attn(q[:, :, :44], k[:, :, :44], v[:, :, :44], is_causal=True)
+    if is_causal:
+        assert (got[:, :, :44] - before).abs().max() <= 1e-5
+
+
+def test_the_exact_form_is_needed_and_taken(monkeypatch):
+    """All scores are -1800, near and far, until keys of norm 0 set the shift of the chunk: no row may see it."""
+    attn = _hybrid({**PERFORMER, "features": "positive", "num_features": 32}, 0, 0)
+    q, k, v = (0.01 * x for x in _tokens(64, dtype=torch.float32))
+    q[..., 0], k[..., 0] = -60, 60
+    k[:, :, 60:] = 0
+    want = attn(*(x.double() for x in (q, k, v)), is_causal=True, backend="reference")
+    got = attn(q, k, v, is_causal=True)
+    assert (got - want).abs().max() < 1e-2 * want.abs().max()
+    monkeypatch.setattr(near_far, "_sound", lambda *_: True)
+    assert (attn(q, k, v, is_causal=True) - want)[:, :, :60].abs().max() > 0.5 * want.abs().max()
+
+
+def test_joining_by_shift_alone_would_lose_the_near_field(monkeypatch):
+    """A far field without weight (relu, or no far key yet) has shift 0: near scores of -200 must not vanish beside."""
+    attn = sq.create("hybrid", 4, 2, window=3, sinks=0, far={**PERFORMER, "features": "relu", "kernel_eps": 0.0})
+    q, k, v = _tokens(4, dtype=torch.float32)
+    q, k = 20 + q, -20 + k
+    exact = sq.attention(q, k, v, "softmax", is_causal=True)
+    assert (attn(q, k, v, is_causal=True) - exact).abs().max() < 1e-4
+    monkeypatch.setattr(near_far, "combine", lambda parts: functools.reduce(windows.join, parts))
+    assert (attn(q, k, v, is_causal=True) - exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_inputs_are_computed_in_float32(dtype):
+    attn = _hybrid(PERFORMER, 4, 2)
+    q, k, v = _tokens(50, dtype=dtype)
+    out, state = attn.scan(q, k, v)
+    assert out.dtype == dtype
+    assert {x.dtype for x in (state.window_k, state.sink_v, state.far.weighted)} == {torch.float32}
+    want = attn(q.float(), k.float(), v.float(), is_causal=True)
+    assert torch.equal(out, want.to(dtype))
+
+
+# -- padding -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("far", FARS[:3], ids=str)
+def test_padding_in_front_changes_nothing(far, is_causal):
+    attn = _hybrid(far, 3, 4)
+    q, k, v = _tokens(30)
+    alone = attn(q, k, v, is_causal=is_causal)
+    padded = [torch.cat([9 * torch.ones_like(x[:, :, :7]), x], 2) for x in (q, k, v)]
+    mask = (torch.arange(37) >= 7)[None]
+    for call in ({}, {"chunk_size": 5}, {"backend": "reference"}):
+        together = attn(*padded, is_causal=is_causal, key_mask=mask, **call)
+        assert (together[:, :, 7:] - alone).abs().max() <= 1e-10
+    # Sinks counted from position 0 would be padding, and the real first keys would be far.
+    wrong = _brute(attn, *padded, is_causal, mask, first=0)
+    assert (wrong[:, :, 7:] - alone).abs().max() > 1e-4
+
+
+def test_padding_in_front_of_a_scan_may_span_several_calls():
+    attn = _hybrid(PERFORMER, 3, 4)
+    q, k, v = _tokens(30)
+    want = attn(q, k, v, is_causal=True)
+    padded = [torch.cat([torch.ones_like(x[:, :, :7]), x], 2) for x in (q, k, v)]
+    mask = (torch.arange(37) >= 7)[None]
+    state, pieces = None, []
+    for a, b in itertools.pairwise([0, 3, 5, 6, 9, 30, 37]):
+        out, state = attn.scan(*(x[:, :, a:b] for x in padded), state, key_mask=mask[:, a:b])
+        pieces.append(out)
+    assert (torch.cat(pieces, 2)[:, :, 7:] - want).abs().max() <= 1e-10
+
+
+def test_padding_between_tokens_holds_its_place():
+    attn = _hybrid(PERFORMER, 2, 0)
+    q, k, v = _tokens(20)
+    mask = torch.ones(1, 20, dtype=torch.bool)
+    mask[0, 10:12] = False
+    kept = mask[0].nonzero().flatten()
+    out = attn(q, k, v, key_mask=mask)[:, :, kept]
+    closed = attn(*(x[:, :, kept] for x in (q, k, v)))
+    assert (out - closed)[:, :, 12:].abs().max() <= 1e-10
+    assert (out - closed)[:, :, 8:12].abs().max() > 1e-5  # their windows reach over the gap
+
+
+# -- states --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_split_and_any_merge_is_the_parallel_form(data):
+    window, sinks = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 5))
+    far = data.draw(st.sampled_from([PERFORMER, {"mechanism": "taylor", "degree": 2}, "linear"]))
+    attn = _hybrid(far, window, sinks)
+    q, k, v = _tokens(24, batch=2)
+    bits = data.draw(st.lists(st.booleans(), min_size=48, max_size=48))
+    mask = torch.tensor(bits).view(2, 24) if data.draw(st.booleans()) else torch.ones(2, 24, dtype=torch.bool)
+    mask[0, : data.draw(st.integers(0, 20))] = False
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, 24), max_size=5)))]
+    want = attn(q, k, v, is_causal=True, key_mask=mask)
+    states, state, pieces = [], None, []
+    for a, b in itertools.pairwise([*cuts, 24]):
+        part = [x[:, :, a:b] for x in (q, k, v)]
+        out, state = attn.scan(*part, state, key_mask=mask[:, a:b])
+        pieces.append(out)
+        states.append(attn.scan(*part, key_mask=mask[:, a:b])[1])
+    assert (torch.cat(pieces, 2) - want).abs().max() <= 1e-10
+    if len(states) == 1:
+        return
+    rest = [x[:, :, cuts[-1] :] for x in (q, k, v)]
+    from_left = functools.reduce(sq.merge, states[:-1])
+    from_right = functools.reduce(lambda later, earlier: sq.merge(earlier, later), states[-2::-1])
+    for merged in (from_left, from_right):
+        out, _ = attn.scan(*rest, merged, key_mask=mask[:, cuts[-1] :])
+        assert (out - want[:, :, cuts[-1] :]).abs().sum() <= 1e-9
+
+
+def test_merged_windows_and_sinks_are_those_of_one_scan():
+    attn = _hybrid(PERFORMER, 5, 3)
+    q, k, v = _tokens(20)
+    whole = attn.scan(q, k, v)[1]
+    parts = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in ((0, 2), (2, 4), (4, 20))]
+    merged = functools.reduce(sq.merge, parts)
+    for name in ("window_k", "window_v", "window_mask", "sink_k", "sink_v", "sink_mask", "length", "start"):
+        assert torch.equal(getattr(merged, name), getattr(whole, name)), name
+    assert torch.equal(merged.far.count, whole.far.count)
+    assert whole.far.count.item() == 20 - 5 - 3
+
+
+def test_the_state_does_not_grow():
+    attn = _hybrid(PERFORMER, 6, 2)
+    q, k, v = _tokens(200)
+    sizes, state = [], None
+    for i in range(0, 200, 10):
+        _, state = attn.scan(*(x[:, :, i : i + 10] for x in (q, k, v)), state)
+        sizes.append(sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(state)))
+    assert len(set(sizes)) == 1
+    moved = state.to(torch.float16).detach()
+    assert moved.far.weighted.dtype == moved.window_k.dtype == torch.float32
+    assert moved.length.dtype == torch.int64
+
+
+def test_reference_and_fast_states_continue_each_other():
+    attn = _hybrid(PERFORMER, 4, 3)
+    q, k, v = _tokens(30)
+    want = attn(q, k, v, is_causal=True)
+    state = None
+    for a, b, backend in ((0, 5, "reference"), (5, 16, None), (16, 23, "reference"), (23, 30, "chunked")):
+        out, state = attn.scan(*(x[:, :, a:b] for x in (q, k, v)), state, backend=backend)
+        assert (out - want[:, :, a:b]).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_backward_keeps_linear_memory(is_causal):
+    attn = _hybrid({**PERFORMER, "num_features": 64}, 16, 2)
+    kept = []
+    for length in (256, 1024):
+        q, k, v = (x.requires_grad_() for x in _tokens(length, dtype=torch.float32))
+        sizes = {}
+
+        def pack(x, sizes=sizes):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attn(q, k, v, is_causal=is_causal, chunk_size=64)
+        kept.append(sum(sizes.values()))
+        out.sum().backward()
+    assert kept[1] < 4.5 * kept[0]
+    # Features alone would be 2 * 64 floats per token and head for each of several operations.
+    assert kept[1] < 1024 * 2 * 4 * 120
+
+
+# -- options and refusals ------------------------------------------------------------------------------------
+
+
+def test_far_as_a_name_a_dict_or_an_object():
+    made = sq.create("performer", 4, num_features=16, seed=1)
+    attn = sq.create("hybrid", 4, window=3, far=made)
+    assert attn.far is made
+    same = sq.create("hybrid", 4, window=3, far={"mechanism": "performer", "num_features": 16, "seed": 1})
+    q, k, v = _tokens(30)
+    assert torch.equal(attn(q, k, v), same(q, k, v))
+    config = json.loads(json.dumps(same.config()))
+    assert config["far"]["mechanism"] == "performer"
+    again = sq.create(**config)
+    assert again.config() == same.config()
+    assert torch.equal(again(q, k, v), same(q, k, v))
+    unseeded = sq.create("hybrid", 4, window=3)
+    twin = sq.create(**json.loads(json.dumps(unseeded.config())))
+    assert torch.equal(twin(q, k, v), unseeded(q, k, v))
+
+
+def test_calibration_and_redraw_reach_the_far_field():
+    attn = sq.create("hybrid", 4, 2, window=3, far={**PERFORMER, "features": "sderf"})
+    q, k, v = _tokens(30)
+    with pytest.raises(RuntimeError, match="calibrate"):
+        attn(q, k, v)
+    attn.calibrate(q, k)
+    first, (_, state) = attn(q, k, v), attn.scan(q, k, v)
+    attn.redraw()
+    assert not torch.equal(attn(q, k, v), first)
+    with pytest.raises(ValueError, match="draw"):
+        attn.scan(q, k, v, state)
+    with pytest.raises(ValueError, match="different features"):
+        sq.merge(state, attn.scan(q, k, v)[1])
+    with pytest.raises(ValueError, match="uses no calibration"):
+        sq.create("hybrid", 4).calibrate(q, k)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"window": -1}, ValueError, "window must be at least 0"),
+        ({"sinks": 1.5}, TypeError, "sinks must be an integer"),
+        ({"far": "softmax"}, ValueError, "cannot be a far field"),
+        ({"far": "efficient"}, ValueError, "cannot be a far field"),
+        ({"far": "hybrid"}, ValueError, "cannot be a far field"),
+        ({"far": "perfomer"}, ValueError, "did you mean 'performer'"),
+        ({"far": {"features": "sderf"}}, ValueError, "must name its mechanism"),
+        ({"far": {"mechanism": "performer", "head_dim": 9}}, ValueError, "head_dim=9"),
+        ({"far": {"mechanism": "performer", "nonsense": 9}}, TypeError, "no option 'nonsense'"),
+        ({"far": 3}, TypeError, "far must be"),
+        ({"far": sq.create("linear", 9)}, ValueError, "head_dim=9"),
+    ],
+)
+def test_bad_options(options, kind, message):
+    with pytest.raises(kind, match=message):
+        sq.create("hybrid", 4, 2, **options)
+
+
+def test_cross_attention_is_refused_with_the_reason():
+    attn = _hybrid(PERFORMER, 3, 1)
+    q, k, v = _tokens(10)
+    with pytest.raises(ValueError, match="as many queries as keys, got 5 and 10"):
+        attn(q[:, :, :5], k, v)
+    with pytest.raises(NotImplementedError, match="own position"):
+        attn.absorb(k, v)
+    with pytest.raises(NotImplementedError, match="own position"):
+        attn.read(q, None)
+
+
+def test_states_of_other_shapes_or_settings_are_refused():
+    attn, other = _hybrid(PERFORMER, 3, 1), _hybrid(PERFORMER, 4, 1)
+    q, k, v = _tokens(10)
+    _, state = attn.scan(q, k, v)
+    with pytest.raises(ValueError, match="window=3"):
+        other.scan(q, k, v, state)
+    with pytest.raises(ValueError, match="different features"):
+        sq.merge(state, other.scan(q, k, v)[1])
+    with pytest.raises(TypeError, match="HybridState"):
+        attn.scan(q, k, v, sq.create("linear", 4).scan(q, k, v)[1])
+    assert math.isfinite(attn.scan(q, k, v, state)[0].sum().item())
