@@ -165,8 +165,14 @@ static KeptChunk* next_kept(KeptList& list, const SqProblem& pr, long lds) {
   return &list.items[list.used++];
 }
 
+// What a walk over the sequence is for. One worker does both; several share a head in two rounds, see backward_tasks.h.
+struct Wanted {
+  bool queries, keys;
+};
+
 // Forward walk over [t0, t0 + n): dq, and everything the reverse walk needs.
-static void walk_forward(const Head& hd, const BackWork& bw, const State& st, KeptList& list, long t0, long n) {
+static void walk_forward(const Head& hd, const BackWork& bw, const State& st, KeptList& list, long t0, long n,
+                         Wanted wanted) {
   const SqProblem& pr = *hd.pr;
   const long M = pr.features, E = pr.width;
   KeptChunk* kept = next_kept(list, pr, hd.lds);
@@ -174,8 +180,8 @@ static void walk_forward(const Head& hd, const BackWork& bw, const State& st, Ke
   Chunk& ch = kept->ch;
   if (!prepare_causal(hd, bw.w, st, t0, n, ch) && n > 1 && !hopeless(hd, st, ch)) {
     list.used--;
-    walk_forward(hd, bw, st, list, t0, n / 2);
-    walk_forward(hd, bw, st, list, t0 + n / 2, n - n / 2);
+    walk_forward(hd, bw, st, list, t0, n / 2, wanted);
+    walk_forward(hd, bw, st, list, t0 + n / 2, n - n / 2, wanted);
     return;
   }
   rescale(hd, st, ch);
@@ -183,7 +189,7 @@ static void walk_forward(const Head& hd, const BackWork& bw, const State& st, Ke
     const float* a = ch.a + group * M * LD;
     float *ds = kept->ds + group * C * LD, *g = kept->g + group * C * hd.lds, *h = kept->h + group * C;
     row_gradients(hd, hd.h * hd.groups + group, t0, n, ch.Z + group * C, g, h, bw.lanes, bw.w.rows);
-    gemm(M, ch.vectors, E, st.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
+    if (wanted.queries) gemm(M, ch.vectors, E, st.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
     for (long p = 0; p * NV < ch.vectors; p++) {
       const long keys = (p + 1) * T;
       gemm(keys, NV, E, ch.values, hd.lds, 1, bw.lanes + p * T, LD, ds + p * T, LD, FROM_ZERO);
@@ -193,15 +199,15 @@ static void walk_forward(const Head& hd, const BackWork& bw, const State& st, Ke
           store(ds + j * LD + at, load(ds + j * LD + at) + load(h + at));
         }
       keep_causal(ds, p);
-      gemm(M, NV, keys, ch.phi, LD, 1, ds + p * T, LD, bw.big + p * T, LD, FROM_C);
+      if (wanted.queries) gemm(M, NV, keys, ch.phi, LD, 1, ds + p * T, LD, bw.big + p * T, LD, FROM_C);
     }
-    finish_queries(hd, bw, group, t0, n, a, st.z, h);
+    if (wanted.queries) finish_queries(hd, bw, group, t0, n, a, st.z, h);
   }
   accumulate(hd, st, ch);
 }
 
-// Reverse walk over one kept chunk: dk, dv, then R takes in its queries and moves to the shift before the chunk.
-static void walk_back(const Head& hd, const BackWork& bw, const State& R, const KeptChunk& kept) {
+// dk and dv of one kept chunk, R holding the queries after it.
+static void chunk_keys(const Head& hd, const BackWork& bw, const State& R, const KeptChunk& kept) {
   const SqProblem& pr = *hd.pr;
   const long M = pr.features, E = pr.width;
   const Chunk& ch = kept.ch;
@@ -220,6 +226,14 @@ static void walk_back(const Head& hd, const BackWork& bw, const State& R, const 
   }
   unpanel(pr.dv, hd.b, hd.h, ch.t0, ch.n, E, bw.w.out, bw.w.rows);
   finish_keys(hd, bw, ch, R.z);
+}
+
+// Reverse walk over one kept chunk: its keys, then R takes in its queries and moves to the shift before the chunk.
+static void walk_back(const Head& hd, const BackWork& bw, const State& R, const KeptChunk& kept, Wanted wanted) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features, E = pr.width;
+  const Chunk& ch = kept.ch;
+  if (wanted.keys) chunk_keys(hd, bw, R, kept);
   for (long group = 0; group < hd.groups; group++)
     add_outer(hd, R, ch.a + group * M * LD, kept.g + group * C * hd.lds, kept.h + group * C, ch.n);
   for (long r = 0; r < M; r++) {

@@ -1,7 +1,9 @@
 // The backward dealt out over workers.
 //
 //   full    pieces of the queries give dq and partial R; R = their sum + dS_out; pieces of the keys give dk, dv
-//   causal  one task per (batch, KV head): segments in reverse, each from its stored state
+//   causal  one task per (batch, KV head): segments in reverse, each from its stored state. Where heads are fewer than
+//           workers, pieces of the sequence give dq and their own R first; a sum over later pieces turns these into the R
+//           each piece starts from; then pieces give dk, dv
 //
 // The gradient of the incoming state is R in the incoming shift: e^{c_in - c} R.
 #pragma once
@@ -10,14 +12,14 @@
 
 namespace SQ_NS {
 
-enum BackPhase { LOAD_STATES, FULL_QUERIES, SUM_R, FULL_KEYS, KEEP_STATES, CAUSAL_BACK };
+enum BackPhase { LOAD_STATES, FULL_QUERIES, SUM_R, FULL_KEYS, KEEP_STATES, CAUSAL_BACK, CAUSAL_QUERIES, SUFFIX_R, CAUSAL_KEYS };
 
 struct BackwardJob {
   const SqProblem* pr;
   BackPhase phase;
-  long pieces, piece, query_pieces;
+  long pieces, piece, query_pieces, segments;  // segments: per causal piece
   States states;  // (head): the state every query read
-  States R;       // (head, query piece)
+  States R;       // (head, query piece); causal: R at the start of the piece
   bool failed;
 };
 
@@ -57,23 +59,39 @@ static void sum_R(const BackwardJob& job, const Head& hd, long index) {
   save_R(hd, index, whole, rho);
 }
 
-static bool causal_back(const Head& hd, long index, const BackWork& bw, const State& st, const State& R,
-                        KeptList& list) {
+// Segments [first, last) in reverse; R comes in as it is after them and leaves as it is before them.
+static bool causal_back(const Head& hd, long index, const BackWork& bw, const State& st, const State& R, KeptList& list,
+                        long first, long last, Wanted wanted) {
   const SqProblem& pr = *hd.pr;
   const long M = pr.features, ME = M * pr.width;
-  start_R(hd, index, R, true);
-  for (long segment = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT - 1; segment >= 0; segment--) {
+  for (long segment = last - 1; segment >= first; segment--) {
     const float* from = checkpoint_at(pr, index, segment);
     load_state(hd, st, from, from + ME, from + ME + M);
     const long begin = segment * SQ_SEGMENT;
     const long end = begin + SQ_SEGMENT < pr.length_k ? begin + SQ_SEGMENT : pr.length_k;
     list.used = 0;
-    for (long t0 = begin; t0 < end; t0 += C) walk_forward(hd, bw, st, list, t0, end - t0 < C ? end - t0 : C);
+    for (long t0 = begin; t0 < end; t0 += C) walk_forward(hd, bw, st, list, t0, end - t0 < C ? end - t0 : C, wanted);
     if (list.failed) return false;
-    for (long i = list.used - 1; i >= 0; i--) walk_back(hd, bw, R, list.items[i]);
+    for (long i = list.used - 1; i >= 0; i--) walk_back(hd, bw, R, list.items[i], wanted);
   }
-  save_R(hd, index, R, nullptr);
   return true;
+}
+
+// R of each piece alone -> R of the piece and everything after it, in the shift of the piece's start.
+static void suffix_R(const BackwardJob& job, const Head& hd, long index) {
+  const SqProblem& pr = *job.pr;
+  const long M = pr.features, ME = M * pr.width;
+  for (long p = job.query_pieces - 2; p >= 0; p--) {
+    const State R = job.R.at(index * job.query_pieces + p), later = job.R.at(index * job.query_pieces + p + 1);
+    const float* here = checkpoint_at(pr, index, p * job.segments) + ME + M;
+    const float* next = checkpoint_at(pr, index, (p + 1) * job.segments) + ME + M;
+    for (long r = 0; r < M; r++) {
+      const float rho = pr.function == SQ_EXP ? exp1(here[r] - or_zero(next[r])) : 1.0f;
+      R.z[r] += rho * later.z[r];
+      for (long e = 0; e < pr.width; e++) R.S[r * hd.lds + e] += rho * later.S[r * hd.lds + e];
+    }
+  }
+  save_R(hd, index, job.R.at(index * job.query_pieces), nullptr);
 }
 
 // States at the segment starts, when the forward did not keep them.
@@ -98,7 +116,8 @@ static void backward_task(void* context, int64_t task, int64_t) {
     return;
   }
   if (job.phase == SUM_R) return sum_R(job, hd, index);
-  const bool causal = job.phase == CAUSAL_BACK;
+  if (job.phase == SUFFIX_R) return suffix_R(job, hd, index);
+  const bool causal = job.phase == CAUSAL_BACK || job.phase == CAUSAL_QUERIES || job.phase == CAUSAL_KEYS;
   KeptChunk items[SQ_SEGMENT];
   KeptList list = {items, {}, 0, 0, false};
   Arena arena = {nullptr, 0};
@@ -136,7 +155,17 @@ static void backward_task(void* context, int64_t task, int64_t) {
     } else if (job.phase == KEEP_STATES) {
       keep_states(hd, index, bw.w, st, ch);
     } else {
-      if (!causal_back(hd, index, bw, st, R, list)) job.failed = true;
+      const bool last = p == job.pieces - 1;
+      const long all = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
+      const long from = p * job.segments, to = last ? all : from + job.segments;
+      const Wanted wanted = {job.phase != CAUSAL_KEYS, job.phase != CAUSAL_QUERIES};
+      if (job.phase == CAUSAL_QUERIES) R = job.R.at(index * job.query_pieces + p);
+      start_R(hd, index, R, last);
+      if (job.phase == CAUSAL_KEYS && !last)
+        memcpy(R.S, job.R.at(index * job.query_pieces + p + 1).S, sizeof(float) * (M * hd.lds)),
+            memcpy(R.z, job.R.at(index * job.query_pieces + p + 1).z, sizeof(float) * M);
+      if (!causal_back(hd, index, bw, st, R, list, from, to, wanted)) job.failed = true;
+      if (job.phase == CAUSAL_BACK) save_R(hd, index, R, nullptr);
       for (long i = SQ_SEGMENT / C; i < list.ready; i++) free(list.owned[i]);
     }
   }
@@ -165,7 +194,21 @@ static int backward(const SqProblem* problem) {
       pr.checkpoints = kept;
       run_back(job, KEEP_STATES, 1, 0);
     }
-    run_back(job, CAUSAL_BACK, 1, 0);
+    const long pieces = heads >= pr.threads ? 1 : pieces_for(heads, pr.length_k, 2 * pr.threads);
+    job.segments = (segments + pieces - 1) / pieces;
+    job.query_pieces = segments == 0 ? 1 : (segments + job.segments - 1) / job.segments;
+    if (job.query_pieces == 1) {
+      run_back(job, CAUSAL_BACK, 1, 0);
+    } else {
+      job.R = new_states(pr, heads * job.query_pieces);
+      if (job.R.base) {
+        run_back(job, CAUSAL_QUERIES, job.query_pieces, 0);
+        run_back(job, SUFFIX_R, 1, 0);
+        run_back(job, CAUSAL_KEYS, job.query_pieces, 0);
+      } else {
+        job.failed = true;
+      }
+    }
   } else {
     job.query_pieces = pieces_for(heads, pr.length_q, 16);
     job.states = new_states(pr, heads);

@@ -1,7 +1,7 @@
 // exp(x) = 2^n p(f),  n = round(x / ln 2),  f = x - n ln 2 in [-ln2/2, ln2/2],  p a degree-6 minimax polynomial (3e-9).
 //
-// Relative error 1e-7 near 0, growing with |x| to 3e-7, for x in [-87, 88]. Below -87.69 the result is exactly 0, which is what a
-// masked key (x = -inf) needs; NaN stays NaN. Every argument here is shifted by a maximum, so x <= 0 in practice.
+// Relative error 1e-7 near 0, growing with |x| to 3e-7, for x in [-87, 88]. Below -87.69 the result is exactly 0, which
+// is what a masked key (x = -inf) needs; NaN stays NaN. Arguments are shifted by a maximum, so x <= 0 in practice.
 #pragma once
 
 #include "vec.h"
@@ -15,7 +15,12 @@ SQ_INLINE vf vexp(vf x) {
   x = vmax(splat(-88.02969f), x);
   vf t = x * splat(1.44269504088896341f) + magic;
   vf n = t - magic;
-  vf f = n * splat(-0.693147180559945286f) + x;
+#if defined(__FMA__)
+  vf f = fused(n, splat(-0.693147180559945286f), x);
+#else
+  // Two roundings: n times the short leading part of ln 2 is exact, the rest follows (Cody and Waite).
+  vf f = (x - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+#endif
   vf p = splat(0.001381459878757596f);
   p = p * f + splat(0.008368716575205326f);
   p = p * f + splat(0.04166838899254799f);

@@ -100,35 +100,56 @@ static void key_weights(const SqProblem& pr, const Side& s, const float* y, cons
     if (real[i] == 0.0f) t[i] = MINUS_INF;
 }
 
-// N exponential features of the keys over all lanes: rows p[0], p[1], ..., times `sign`. Four rows at a time keep the
-// horizontal steps cheap and the exponentials of different rows in flight together.
-template <int N>
-SQ_INLINE void key_rows(const float* p, float sign, const float* bias, const float* t, long vectors, const float* c_old,
-                        float* c_new, float* phi, float* sums) {
-  const vf sg = splat(sign);
-  vf top[4], sum[4], shift[4];
-  SQ_UNROLL for (int i = 0; i < 4; i++) top[i] = splat(MINUS_INF), sum[i] = zero();
-  for (long j = 0; j < vectors; j++) {
-    const vf tj = load(t + j * VL);
-    // A NaN key leaves the maximum alone and shows in phi instead.
-    SQ_UNROLL for (int i = 0; i < N; i++) top[i] = vmax(load(p + i * LD + j * VL) * sg + tj, top[i]);
-  }
-  const v4 tops = hmax4(top);
-  SQ_UNROLL for (int i = 0; i < N; i++) {
-    const float b = bias ? bias[i] : 0.0f;
-    c_new[i] = max1(tops[i] + b, c_old[i]);
-    shift[i] = splat(b - or_zero(c_new[i]));
-  }
+// tops[r] = max over lanes of sign p[r] + t, for N rows (hmax4 serves up to four of them at once).
+template <int N, bool NEGATED>
+SQ_INLINE void row_maxima(const float* p, const float* t, long vectors, float* tops) {
+  vf top[4];
+  SQ_UNROLL for (int i = 0; i < 4; i++) top[i] = splat(MINUS_INF);
   for (long j = 0; j < vectors; j++) {
     const vf tj = load(t + j * VL);
     SQ_UNROLL for (int i = 0; i < N; i++) {
-      const vf e = vexp(load(p + i * LD + j * VL) * sg + (tj + shift[i]));
-      store(phi + i * LD + j * VL, e);
-      sum[i] += e;
+      const vf x = load(p + i * LD + j * VL);
+      top[i] = vmax(NEGATED ? tj - x : tj + x, top[i]);  // a NaN key leaves the maximum alone and shows in phi instead
     }
   }
-  const v4 totals = hsum4(sum);
-  SQ_UNROLL for (int i = 0; i < N; i++) sums[i] = totals[i];
+  const v4 found = hmax4(top);
+  SQ_UNROLL for (int i = 0; i < N; i++) tops[i] = found[i];
+}
+
+// phi = e^{sign p + t + shift} over one row; returns its sum, still spread over lanes.
+template <bool NEGATED>
+SQ_INLINE vf key_row(const float* p, float shift, const float* t, long vectors, float* phi) {
+  const vf by = splat(shift);
+  vf sum = zero();
+  SQ_UNROLL for (long j = 0; j < vectors; j++) {
+    const vf x = load(p + j * VL), level = load(t + j * VL) + by;
+    const vf e = vexp(NEGATED ? level - x : level + x);
+    store(phi + j * VL, e);
+    sum += e;
+  }
+  return sum;
+}
+
+// Exponential features +-p of the keys, R rows: maxima first, then row after row, so that no exponential waits for one.
+// FULL: a whole chunk, whose loops the compiler can unroll.
+template <bool NEGATED, bool FULL>
+static void key_rows(long R, const float* p, const float* bias, const float* t, long given, const float* c_old,
+                     float* c_new, float* phi, float* sums) {
+  const long vectors = FULL ? CV : given;
+  long r = 0;
+  for (; r + 4 <= R; r += 4) row_maxima<4, NEGATED>(p + r * LD, t, vectors, c_new + r);
+  for (; r < R; r++) row_maxima<1, NEGATED>(p + r * LD, t, vectors, c_new + r);
+  for (r = 0; r < R; r++) {
+    const float b = bias ? bias[r] : 0.0f;
+    c_new[r] = max1(c_new[r] + b, c_old[r]);
+    sums[r] = b - or_zero(c_new[r]);
+  }
+  for (r = 0; r + 4 <= R; r += 4) {
+    vf sum[4];
+    SQ_UNROLL for (int i = 0; i < 4; i++) sum[i] = key_row<NEGATED>(p + (r + i) * LD, sums[r + i], t, vectors, phi + (r + i) * LD);
+    store4(sums + r, hsum4(sum));
+  }
+  for (; r < R; r++) sums[r] = hsum(key_row<NEGATED>(p + r * LD, sums[r], t, vectors, phi + r * LD));
 }
 
 SQ_INLINE vf plain_value(int function, vf p) {
@@ -172,17 +193,11 @@ static void key_features(const SqProblem& pr, const Side& s, const float* p, con
     return;
   }
   // The mirrored rows first: the direct ones may overwrite p.
-  for (int mirrored = pr.antithetic ? 1 : 0; mirrored >= 0; mirrored--) {
-    const long m = mirrored ? R : 0;
-    const float sign = mirrored ? -1.0f : 1.0f;
-    long r = 0;
-    for (; r + 4 <= R; r += 4)
-      key_rows<4>(p + r * LD, sign, s.bias ? s.bias + r : nullptr, t, vectors, c_old + m + r, c_new + m + r,
-                  phi + (m + r) * LD, sums + m + r);
-    for (; r < R; r++)
-      key_rows<1>(p + r * LD, sign, s.bias ? s.bias + r : nullptr, t, vectors, c_old + m + r, c_new + m + r,
-                  phi + (m + r) * LD, sums + m + r);
-  }
+  const bool full = vectors == CV;
+  if (pr.antithetic)
+    (full ? key_rows<true, true> : key_rows<true, false>)(R, p, s.bias, t, vectors, c_old + R, c_new + R, phi + R * LD,
+                                                          sums + R);
+  (full ? key_rows<false, true> : key_rows<false, false>)(R, p, s.bias, t, vectors, c_old, c_new, phi, sums);
 }
 
 // One panel of exponential query features; level[M] = bias + c. Its column of p is a cache line per row and stays in the

@@ -85,6 +85,17 @@ SQ_INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+// a * b + c in one rounding where the machine can; spelled out, because contraction is up to the optimiser.
+SQ_INLINE vf fused(vf a, vf b, vf c) {
+#if SQ_VL == 16 && defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif SQ_VL == 8 && defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 SQ_INLINE float max1(float a, float b) { return a > b ? a : b; }
 
 SQ_INLINE v4 max4(v4 a, v4 b) {

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # Rooms that need extras or time to load: imported on first use.
-_ROOMS = ("lab",)
+_ROOMS = ("lab", "nn")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .checks import describe_shape
-from .features.base import Features, weigh
+from .features.base import Features, exp_, weigh
 
 __all__ = ["LinearState", "check_same", "finite", "merge", "register_state", "safe_divide"]
 
@@ -113,7 +113,7 @@ class LinearState:
         else:
             shifted = log_max + (0.0 if queries.log_scale is None else queries.log_scale)
             row_max = shifted.detach().amax(-1, keepdim=True)
-            weights = shifted.sub_(finite(row_max)).exp_()
+            weights = exp_(shifted.sub_(finite(row_max)))
             if queries.values is not None:
                 weights = queries.values * weights
         numerator = weights @ self.weighted

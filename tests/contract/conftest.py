@@ -73,10 +73,19 @@ class Case:
         return q, k, draw(batch, kv_heads or heads, keys, width)
 
 
+deep = pytest.mark.deep
 CASES = [Case(name, index) for name, cls in MECHANISMS.items() for index in range(len(cls.CONTRACT_VARIANTS))]
-# Slow to trace: one case per kind of feature map is enough, since projections only differ in their buffers.
+# Tracing takes seconds: the first variant of a mechanism and each feature map of performer always, the rest in depth.
 TRACED = [
-    case for case in CASES if case.name != "performer" or case.options.get("projection", "orthogonal") == "orthogonal"
+    pytest.param(
+        case,
+        id=case.id,
+        marks=[]
+        if case.index == 0 or set(case.options) == {"features", "projection", "num_features", "seed"}
+        else [deep],
+    )
+    for case in CASES
+    if case.name != "performer" or case.options.get("projection", "orthogonal") == "orthogonal"
 ]
 
 
@@ -91,4 +100,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("kernelised_case", [case for case in CASES if case.cls.kernelised]),
     ):
         if fixture in metafunc.fixturenames:
-            metafunc.parametrize(fixture, cases, ids=[case.id for case in cases])
+            ids = None if cases is TRACED else [case.id for case in cases]
+            metafunc.parametrize(fixture, cases, ids=ids)

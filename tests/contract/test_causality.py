@@ -8,8 +8,9 @@ import torch
 @pytest.mark.parametrize("change", ["scaled last key", "huge later tokens", "other later tokens"])
 def test_the_future_is_not_seen(causal_case, dtype, tolerance, change):
     attn, (q, k, v) = causal_case.make(), causal_case.inputs(length=80, dtype=dtype)
-    if getattr(attn, "leaks_by_selection", False):
-        pytest.skip("documented as leaking by the choice of chunks")
+    if attn.leaks_by_selection:
+        assert "leak" in (type(attn).__doc__ or "")  # it says so, and its own tests measure how much
+        return
     q2, k2, v2 = q.clone(), k.clone(), v.clone()
     first = 50
     if change == "scaled last key":
@@ -23,7 +24,8 @@ def test_the_future_is_not_seen(causal_case, dtype, tolerance, change):
             x[:, :, first:] = x[:, :, first:].flip(-1) + 1
     before, after = attn(q, k, v, is_causal=True), attn(q2, k2, v2, is_causal=True)
     assert (before - after)[:, :, :first].abs().max() <= tolerance * max(1.0, before[:, :, :first].abs().max().item())
-    assert (before - after)[:, :, first:].abs().max() > 1e-3
+    if change != "scaled last key" or attn.uses_keys:
+        assert (before - after)[:, :, first:].abs().max() > 1e-3
 
 
 def test_nan_reaches_later_outputs_and_no_earlier_one(kernelised_case):

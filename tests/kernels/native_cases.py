@@ -93,7 +93,7 @@ def with_gradients(run: Callable[..., Tensor], *inputs: Tensor) -> Result:
 
 
 def errors(results: Result, exact: Result) -> list[float]:
-    """Relative errors in the Frobenius norm; what vanishes exactly (the gradient of a single key) is measured by out."""
+    """Relative errors in the Frobenius norm; what vanishes (the gradient of a single key) is measured by out."""
     least = 1e-3 * exact[0].norm().item()
     return [
         (got.double() - want).norm().item() / max(want.norm().item(), least, 1e-30)
@@ -112,6 +112,8 @@ def compare(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, k
 
     exact = run(chunked, torch.float64)
     allowed = errors(run(chunked, torch.float32), exact)
-    for name, found, limit in zip(("out", "dq", "dk", "dv"), errors(run(native, torch.float32), exact), allowed, strict=True):
+    for name, found, limit in zip(
+        ("out", "dq", "dk", "dv"), errors(run(native, torch.float32), exact), allowed, strict=True
+    ):
         assert math.isfinite(found), name
         assert found <= 2.0 * limit + 3e-7, f"{name}: {found:.1e}, torch's own float32 error {limit:.1e}"

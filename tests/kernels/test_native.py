@@ -25,7 +25,15 @@ def test_every_map(kind: str, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("length", "dim", "width", "features"),
-    [(1, 16, 16, 32), (2, 3, 1, 5), (15, 17, 33, 7), (48, 64, 64, 130), (49, 96, 5, 64), (193, 256, 128, 66), (401, 20, 24, 40)],
+    [
+        (1, 16, 16, 32),
+        (2, 3, 1, 5),
+        (15, 17, 33, 7),
+        (48, 64, 64, 130),
+        (49, 96, 5, 64),
+        (193, 256, 128, 66),
+        (401, 20, 24, 40),
+    ],
 )
 def test_any_size(length: int, dim: int, width: int, features: int, causal: bool) -> None:
     phi = make_map("positive", dim, features, heads=1)
@@ -62,7 +70,9 @@ def test_any_strides() -> None:
     v = torch.randn(2, 1, 65, 12).expand(2, 2, 65, 12)
     for causal in (False, True):
         strided = with_gradients(lambda *x, c=causal: attend(native, phi, *x, causal=c), q, k, v)
-        packed = with_gradients(lambda *x, c=causal: attend(native, phi, *x, causal=c), *(x.contiguous() for x in (q, k, v)))
+        packed = with_gradients(
+            lambda *x, c=causal: attend(native, phi, *x, causal=c), *(x.contiguous() for x in (q, k, v))
+        )
         for a, b in zip(strided, packed, strict=True):
             assert torch.equal(a, b)
     # Leaves of with_gradients are copies; this is the call on the strided tensors themselves.
@@ -91,7 +101,9 @@ def test_low_precision_at_large_norms_is_finite() -> None:
         phi = make_map("hyperbolic", 16, 32, heads=1)
         q, k, v = (torch.randn(1, 1, 130, 16) for _ in range(3))
         q, k = (30 * x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-        results = with_gradients(lambda *x, p=phi: attend(native, p, *x, causal=True), *(x.to(dtype) for x in (q, k, v)))
+        results = with_gradients(
+            lambda *x, p=phi: attend(native, p, *x, causal=True), *(x.to(dtype) for x in (q, k, v))
+        )
         assert all(x.isfinite().all() for x in results)
 
 
@@ -104,7 +116,9 @@ def test_states_continue_each_other(kind: str) -> None:
     whole, after = native.causal(phi, q, k, v, empty_state(phi, v), scale=scale, key_mask=mask)
     state, parts = empty_state(phi, v), []
     for cut in (slice(0, 1), slice(1, 50), slice(50, 51), slice(51, 51), slice(51, 130)):
-        out, state = native.causal(phi, q[:, :, cut], k[:, :, cut], v[:, :, cut], state, scale=scale, key_mask=mask[:, cut])
+        out, state = native.causal(
+            phi, q[:, :, cut], k[:, :, cut], v[:, :, cut], state, scale=scale, key_mask=mask[:, cut]
+        )
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, 2), whole, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(state.weighted, after.weighted, rtol=2e-5, atol=2e-5)
@@ -135,7 +149,9 @@ def test_gradient_flows_through_states() -> None:
 
     exact = with_gradients(lambda *x: pieces(chunked, *x), q.double(), k.double(), v.double())
     allowed = errors(with_gradients(lambda *x: pieces(chunked, *x), q, k, v), exact)
-    for found, limit in zip(errors(with_gradients(lambda *x: pieces(native, *x), q, k, v), exact), allowed, strict=True):
+    for found, limit in zip(
+        errors(with_gradients(lambda *x: pieces(native, *x), q, k, v), exact), allowed, strict=True
+    ):
         assert found <= 2 * limit + 3e-7
 
 

@@ -135,11 +135,17 @@ def test_no_second_openmp_runtime() -> None:
     native_library.load()
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
-    script = (
-        "import torch, subquad.kernels.native_library as n\n"
-        "names = lambda: {line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line.split()[-1].split('/')[-1]}\n"
-        "torch.ones(4) @ torch.ones(4)\nbefore = names(); n.load(); assert names() == before, names() - before\nprint(len(before))"
-    )
+    script = """
+import torch, subquad.kernels.native_library as native_library
+def runtimes():
+    files = {line.split()[-1] for line in open("/proc/self/maps")}
+    return {name for name in files if "omp" in name.rpartition("/")[2]}
+torch.ones(4) @ torch.ones(4)
+before = runtimes()
+native_library.load()
+assert runtimes() == before, runtimes() - before
+print(len(before))
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 1
@@ -181,5 +187,7 @@ def test_operators_pass_torchs_own_checks() -> None:
     q, k, v = (torch.randn(1, 1, 9, 8, requires_grad=True) for _ in range(3))
     arguments = (q, k, v, torch.ones(1, 9, dtype=torch.bool), [], *form[:5], True, True, True)
     torch.library.opcheck(
-        torch.ops.subquad.attention.default, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.ops.subquad.attention.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -1,9 +1,11 @@
 """Hybrid: exact near, kernelised far, one normaliser, in every form."""
 
+import copy
 import functools
 import itertools
 import json
 import math
+import pickle
 
 import hypothesis.strategies as st
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 import subquad as sq
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures, TrigFeatures
-from subquad.mechanisms import near_far, windows
+from subquad.mechanisms import near_far, two_sided, windows
 
 PERFORMER = {"mechanism": "performer", "num_features": 16, "seed": 1}
 FARS = [
@@ -252,7 +254,7 @@ def test_the_exact_form_is_needed_and_taken(monkeypatch):
     want = attn(*(x.double() for x in (q, k, v)), is_causal=True, backend="reference")
     got = attn(q, k, v, is_causal=True)
     assert (got - want).abs().max() < 1e-2 * want.abs().max()
-    monkeypatch.setattr(near_far, "_sound", lambda *_: True)
+    monkeypatch.setattr(near_far, "sound", lambda *_: True)
     assert (attn(q, k, v, is_causal=True) - want)[:, :, :60].abs().max() > 0.5 * want.abs().max()
 
 
@@ -276,6 +278,30 @@ def test_low_precision_inputs_are_computed_in_float32(dtype):
     assert {x.dtype for x in (state.window_k, state.sink_v, state.far.weighted)} == {torch.float32}
     want = attn(q.float(), k.float(), v.float(), is_causal=True)
     assert torch.equal(out, want.to(dtype))
+
+
+@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize(
+    "far", [PERFORMER, {**PERFORMER, "features": "trig"}, {"mechanism": "taylor", "center": True}, "linear"]
+)
+def test_one_sweep_equals_two_passes(far, sound, monkeypatch):
+    """Without a causal mask CPUs take one sweep; compilers and other devices two passes, which look at no values."""
+    if not sound:
+        monkeypatch.setattr(two_sided, "sound", lambda *_: False)
+    q, k, v = _tokens(150, batch=2, heads=4, kv_heads=2)
+    mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(4)) > 0.25
+    mask[1, :70] = False
+    for window, chunk in ((0, 32), (5, 64), (32, 64), (32, 150), (40, 33)):
+        attn = _hybrid(far, window, 3, heads=4, kv_heads=2)
+        results = []
+        for full in (two_sided.full, near_far.full):
+            args = [x.clone().requires_grad_() for x in (q, k, v)]
+            state = attn._empty(*args[1:], 0.5)
+            slot, _ = near_far.positions(state, mask)
+            out = full(*(attn.far.feature_map, *args, mask, slot, state), log_far=attn.log_scale, chunk_size=chunk)
+            results.append((out, *torch.autograd.grad(out.sin().sum(), args)))
+        for a, b in zip(*results, strict=True):
+            assert (a - b).abs().max() <= 1e-9 * max(1.0, b.abs().max().item())
 
 
 # -- padding -------------------------------------------------------------------------------------------------
@@ -377,6 +403,16 @@ def test_the_state_does_not_grow():
     moved = state.to(torch.float16).detach()
     assert moved.far.weighted.dtype == moved.window_k.dtype == torch.float32
     assert moved.length.dtype == torch.int64
+
+
+def test_states_can_be_copied_and_pickled():
+    attn = _hybrid(PERFORMER, 4, 2)
+    q, k, v = _tokens(30)
+    want = attn(q, k, v, is_causal=True)[:, :, 20:]
+    states = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in ((0, 10), (10, 20))]
+    for again in (copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))):
+        merged = sq.merge(*map(again, states))
+        assert (attn.scan(*(x[:, :, 20:] for x in (q, k, v)), merged)[0] - want).abs().max() <= 1e-10
 
 
 def test_reference_and_fast_states_continue_each_other():

@@ -60,7 +60,7 @@ def test_the_random_start_has_the_error_of_the_theorem():
     error, bias = _jl_z(draw, p, v, rank)
     assert abs(error) <= 6
     assert bias <= 6
-    # Entries of variance 1 / length, or rows of norm 1, belong to another theorem.
+    # Entries of variance 1 / length give rows of norm 1, and an estimate that is too small by rank / length.
     error, bias = _jl_z(lambda: draw((rank / length) ** 0.5), p, v, rank)
     assert max(abs(error), bias) > 20
 
@@ -78,9 +78,7 @@ def test_random_projections_are_worse_than_uniform_attention():
     assert error(sq.attention(q, k, v, "linformer", length=256, rank=64)) < uniform
 
 
-@pytest.mark.parametrize(
-    ("sharing", "matrices"), [("none", 2 * 3), ("heads", 2), ("kv", 1), ("layers", 1)]
-)
+@pytest.mark.parametrize(("sharing", "matrices"), [("none", 2 * 3), ("heads", 2), ("kv", 1), ("layers", 1)])
 def test_sharing_counts_matrices(sharing, matrices):
     attn = sq.create("linformer", 8, 6, 3, length=50, rank=4, sharing=sharing)
     assert sum(p.numel() for p in attn.parameters()) == matrices * 4 * 50

@@ -56,8 +56,8 @@ def test_padding_takes_no_place_in_the_window(side, is_causal, global_tokens):
     out = attn(*padded, is_causal=is_causal, key_mask=mask)
     assert (out[:, :, mask[0]] - alone).abs().max() <= 1e-12
     assert (out[:, :, ~mask[0]] == 0).all()
-    # Positions in the padded sequence, the usual definition, are wrong where padding stands between tokens, and take the
-    # padding for global tokens where it stands first.
+    # Positions in the padded sequence, the usual definition, are wrong where padding stands between tokens, and take
+    # the padding for global tokens where it stands first.
     row, column = torch.arange(25)[:, None], torch.arange(25)
     visible = ((row - column).abs() <= 3) | (column < global_tokens) | (row < global_tokens)
     visible = visible & mask & (column <= row if is_causal else True)
@@ -88,9 +88,7 @@ def test_merged_states_are_the_state_of_the_whole(sizes, window, global_tokens):
     q, k, v = _inputs(sum(sizes) + 5)
     ends = list(itertools.accumulate(sizes, initial=0))
     mask = torch.rand(2, ends[-1], generator=torch.Generator().manual_seed(1)) > 0.3
-    pieces = [
-        attn.absorb(k[:, :, a:b], v[:, :, a:b], key_mask=mask[:, a:b]) for a, b in itertools.pairwise(ends)
-    ]
+    pieces = [attn.absorb(k[:, :, a:b], v[:, :, a:b], key_mask=mask[:, a:b]) for a, b in itertools.pairwise(ends)]
     merged = pieces[0]
     for piece in pieces[1:]:
         merged = sq.merge(merged, piece)
@@ -110,6 +108,9 @@ def test_the_state_does_not_grow():
         _, state = attn.scan(*(x[:, :, :length] for x in (q, k, v)))
         shapes.append([leaf.shape for leaf in torch.utils._pytree.tree_leaves(state)])
     assert shapes[0] == shapes[1]
+    # Nor does it hold on to the tokens it came from: a view would.
+    assert state.k.untyped_storage().nbytes() == state.k.numel() * state.k.element_size()
+    assert state.first_k.untyped_storage().nbytes() == state.first_k.numel() * state.first_k.element_size()
     assert torch.equal(state.k, k[:, :, -4:])
     assert torch.equal(state.first_v, v[:, :, :2])
     half = [x.bfloat16() for x in (q, k, v)]
@@ -150,8 +151,8 @@ def test_the_backward_keeps_memory_of_the_length_and_not_of_the_window():
             out = attn(q, k, v, is_causal=True, chunk_size=256)
         kept[length] = sum(storages.values())
         assert out.requires_grad
-    # q, k, v, padded k and v, and a window per chunk: some twenty numbers of width 8 per token and head, where the scores
-    # alone would be over 256.
+    # q, k, v, padded k and v, and a window per chunk: well under twenty times 8 numbers per token and head, where the
+    # scores alone would be over 256.
     assert kept[4096] < 4 * 2 * 4096 * 8 * 20
     assert kept[4096] < 2.2 * kept[2048]
 

@@ -61,7 +61,9 @@ def test_no_key_counts_twice():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("options", [{"stride": 40}, {"stride": 500}, {"stride": 1}, {"pattern": "fixed", "stride": 40}])
+@pytest.mark.parametrize(
+    "options", [{"stride": 40}, {"stride": 500}, {"stride": 1}, {"pattern": "fixed", "stride": 40}]
+)
 def test_a_stride_of_the_whole_length_is_softmax_attention(options, is_causal):
     q, k, v = _inputs(40)
     want = sq.attention(q, k, v, "softmax", is_causal=is_causal)
@@ -77,10 +79,11 @@ def test_a_causal_row_does_not_feel_how_long_the_sequence_is(options):
         prefix = attn(*(x[:, :, :length] for x in (q, k, v)), is_causal=True)
         assert (whole[:, :, :length] - prefix).abs().max() <= 1e-12
     # A stride taken from the length would make it feel just that.
-    by_length = [
-        sq.attention(*(x[:, :, :n] for x in (q, k, v)), "sparse", is_causal=True, stride=round(n**0.5)) for n in (17, 60)
-    ]
-    assert (by_length[1][:, :, :17] - by_length[0]).abs().max() > 1e-3
+    short, long = (
+        sq.attention(*(x[:, :, :n] for x in (q, k, v)), "sparse", is_causal=True, stride=round(n**0.5))
+        for n in (17, 60)
+    )
+    assert (long[:, :, :17] - short).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

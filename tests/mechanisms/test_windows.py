@@ -1,4 +1,4 @@
-"""The windowed block: equals its definition, keeps one normaliser, never forms L x S, and lets no hidden value through."""
+"""The windowed block: equals its definition, has one normaliser, never forms L x S, lets no hidden value through."""
 
 import pytest
 import torch

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from .precision import Float32Buffers
 
-__all__ = ["FeatureMap", "Features", "LinearForm", "scaled", "weigh"]
+__all__ = ["FeatureMap", "Features", "LinearForm", "exp_", "scaled", "weigh"]
+
+LOG2_E = 1.0 / math.log(2.0)
 
 
 class Features(NamedTuple):
@@ -53,14 +55,25 @@ class LinearForm(NamedTuple):
     antithetic: bool
 
 
+def exp_(x: Tensor) -> Tensor:
+    """e^x, in place: for fresh tensors that nothing else needs (the backward of exp needs only its result).
+
+    In float32 on a CPU as 2^(x log2 e): twice as fast as torch.exp, and up to eight times where e^x underflows, which
+    is where most weights of sharp attention lie. The rounding of the product costs |x| 6e-8 relative, no more than x
+    itself was rounded by when it was computed.
+    """
+    if x.dtype == torch.float32 and x.device.type == "cpu":
+        return x.mul_(LOG2_E).exp2_()
+    return x.exp_()
+
+
 def weigh(features: Features, shift: Tensor | None) -> Tensor:
     """values * exp(log_scale + shift): (..., L, M). `shift` broadcasts over the log scale."""
     values, log_scale = features
     if log_scale is None:
         assert values is not None
         return values
-    # In place on the sum: exp keeps its own result for the backward, so nothing else needs the sum.
-    weights = torch.exp(log_scale) if shift is None else (log_scale + shift).exp_()
+    weights = torch.exp(log_scale) if shift is None else exp_(log_scale + shift)
     return weights if values is None else values * weights
 
 

@@ -158,7 +158,7 @@ def _graph_of_gradient(
     grads: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The same gradient with a graph behind it, for second derivatives: all chunks at once, so without saving memory."""
+    """The same gradient with a graph behind it, for second derivatives: all chunks at once, so no memory is saved."""
     # Views, so that a gradient stops at our own arguments even where one of them was computed from another.
     carry = [x.view_as(x) for x in starts[: ctx.carried]]
     taken = [None if x is None else x.view_as(x) for x in inputs]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..features.base import FeatureMap, Features, weigh
+from ..features.base import FeatureMap, Features, exp_, weigh
 from ..state import LinearState, finite, safe_divide
 from .checkpointing import Carry, scan_chunks, tracing
 
@@ -235,7 +235,7 @@ def shared_shift(
         else:
             shifted = log_max.unsqueeze(-2) + (0.0 if queries.log_scale is None else queries.log_scale)
             row_max = finite(shifted.detach().amax(-1, keepdim=True))
-            query_weights, shift = shifted.sub_(row_max).exp_(), row_max.squeeze(-1)
+            query_weights, shift = exp_(shifted.sub_(row_max)), row_max.squeeze(-1)
             if queries.values is not None:
                 query_weights = queries.values * query_weights
 

@@ -1,8 +1,9 @@
 """Kernelised attention in fused C++ loops on the CPU: project, exponentiate, accumulate, all inside the cache.
 
-The chunked backend pays one pass over memory and one barrier per torch operation; here one loop per head takes 48 tokens
-at a time through all steps (see csrc/). Exponential maps are handed over as projections (`FeatureMap.linear_form`),
-Hadamard projections matrix-free, elu + 1 and relu by name; any other map has its features computed by torch first.
+The chunked backend pays one pass over memory and one barrier per torch operation; here one loop per head takes 48
+tokens at a time through all steps (see csrc/). Exponential maps are handed over as projections
+(`FeatureMap.linear_form`), Hadamard projections matrix-free, elu + 1 and relu by name; any other map has its features
+computed by torch first.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def _form(feature_map: FeatureMap, scale: float) -> Form | None:
         form = form._replace(maps=pack_maps(form.arrays, form.square))
         modules = list(feature_map.modules())
         children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        buffers = [(m._buffers, name, b, b._version) for m in modules for name, b in m._buffers.items() if b is not None]
+        buffers = [
+            (m._buffers, name, b, b._version) for m in modules for name, b in m._buffers.items() if b is not None
+        ]
         _forms[feature_map] = _Kept(scale, children, buffers, form)
     return form
 
@@ -121,7 +124,9 @@ def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
     arrays = [linear.weight, NOTHING, NOTHING, linear.bias, NOTHING, NOTHING, NOTHING]
     projection = feature_map.projection
     if isinstance(projection, HadamardProjection) and feature_map.features != "sderf" and _butterflies_win(projection):
-        lengths = _stacked(projection.lengths, 2) * (math.sqrt(scale) * projection.padded_dim ** (-0.5 * projection.blocks))
+        lengths = _stacked(projection.lengths, 2) * (
+            math.sqrt(scale) * projection.padded_dim ** (-0.5 * projection.blocks)
+        )
         if feature_map.features == "oprf":
             lengths = lengths * (1.0 - 4.0 * feature_map.a).sqrt()
         arrays[0], arrays[5], arrays[6] = NOTHING, _stacked(projection.signs, 4), lengths
@@ -130,7 +135,8 @@ def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
         # Tokens are centred before they are projected: adding W mean back as an offset would cancel large numbers.
         assert feature_map.calibration is not None
         q_mean, k_mean = (
-            x.to(torch.float32).unsqueeze(-2) for x in (feature_map.calibration.query_mean, feature_map.calibration.key_mean)
+            x.to(torch.float32).unsqueeze(-2)
+            for x in (feature_map.calibration.query_mean, feature_map.calibration.key_mean)
         )
         means = (q_mean, k_mean)
         arrays[4] = linear.linear + 2.0 * linear.quadratic * k_mean.squeeze(-2)
@@ -157,7 +163,11 @@ def _inputs(feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float) -> tupl
     form = _form(feature_map, scale)
     if form is not None and form.means is not None:
         groups = q.shape[1] // max(1, k.shape[1])
-        return form, q.to(torch.float32) - form.means[0].repeat_interleave(groups, 0), k.to(torch.float32) - form.means[1]
+        return (
+            form,
+            q.to(torch.float32) - form.means[0].repeat_interleave(groups, 0),
+            k.to(torch.float32) - form.means[1],
+        )
     if form is not None:
         return form, q, k
 

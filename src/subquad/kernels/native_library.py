@@ -95,7 +95,7 @@ def _open() -> tuple[Any, str]:
 
 
 def _torch_gomp() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime that torch runs on, or None: threads are then started per call.
+    """The address of GOMP_parallel in the OpenMP runtime that torch runs on; None: threads are then started per call.
 
     Only a runtime that is in the process already counts (RTLD_NOLOAD): a second one would fight for the cores.
     """

@@ -236,7 +236,10 @@ def attention_backward(
 def _gradients(saved: list[Tensor], state: list[Tensor]) -> Attention:
     q, k, v = saved[:3]
     given = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    past = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in state[:2]] or [q.new_empty(0), q.new_empty(0)]
+    past = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in state[:2]] or [
+        q.new_empty(0),
+        q.new_empty(0),
+    ]
     return given[0], given[1], given[2], past[0], past[1]
 
 

@@ -1,7 +1,7 @@
 """The native operators under functorch: `torch.func.grad` through an autograd.Function, `vmap` by widening the batch.
 
-A mapped axis becomes part of the batch axis: every (batch, head) is computed on its own anyway. The map's arrays are the
-same for all of them; mapping over those (ensembles of projections) has to go through the chunked backend.
+A mapped axis becomes part of the batch axis: every (batch, head) is computed on its own anyway. The map's arrays are
+the same for all of them; mapping over those (ensembles of projections) has to go through the chunked backend.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _refuse_mapped(dims: Any) -> None:
 
 
 @attention.register_vmap
-def _(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: Any, arrays: Any, *rest: Any) -> Any:
+def _(
+    info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: Any, arrays: Any, *rest: Any
+) -> Any:
     _refuse_mapped(in_dims[5])
     size = info.batch_size
     tensors = _widen_all([q, k, v, mask], in_dims[:4], size)
@@ -65,7 +67,9 @@ class _Functional(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(past: int, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor) -> Attention:
+    def forward(
+        past: int, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor
+    ) -> Attention:
         result: Attention = attention(q, k, v, mask, list(rest[:past]), list(rest[past:]), *options, keep=True)
         return result
 
@@ -90,5 +94,6 @@ def functional_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: list[Tensor], arrays: list[Tensor], *options: Any
 ) -> Attention:
     """`attention` for use inside torch.func transforms."""
-    result: Attention = _Functional.apply(len(state), options, q, k, v, mask, *state, *arrays)
+    run: Any = _Functional.apply
+    result: Attention = run(len(state), options, q, k, v, mask, *state, *arrays)
     return result

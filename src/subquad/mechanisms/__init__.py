@@ -68,8 +68,8 @@ def create(
     heads, kv_heads: needed where parameters are per head; kv_heads < heads for grouped-query heads
     options: see `describe(name)["options"]`
 
-    `create("auto", head_dim, length=...)` is softmax below the crossover measured on this machine and a linear mechanism
-    (`above="performer"`, with its options) from there on, decided once, here; see `planning/crossover.py`.
+    `create("auto", head_dim, length=...)` is softmax below the crossover measured on this machine and from there on a
+    linear mechanism (`above="performer"`, with its options), decided once, here; see `planning/crossover.py`.
 
     A mechanism object passes through unchanged, so that anything that takes a name also takes an object from outside.
 

@@ -42,7 +42,7 @@ class Mechanism(nn.Module):
     exact: ClassVar[bool] = False
     kernelised: ClassVar[bool] = False
     causal_refusal: ClassVar[str] = ""
-    cross: ClassVar[bool] = True
+    cross: bool = True
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
     signed: bool = False

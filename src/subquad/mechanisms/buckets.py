@@ -201,9 +201,7 @@ def ranked_shared(bucket: Tensor, mask: Tensor | None, buckets: int, size: int) 
     return Choices(chunk, _hide(chunk, mask), order, place, _padded(order, size), None, 2, _limit(bucket, buckets))
 
 
-def ranked(
-    key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, buckets: int, size: int
-) -> Choices:
+def ranked(key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, buckets: int, size: int) -> Choices:
     """Chunks by rank inside a bucket, for separate queries and keys of one length.
 
     Query i has the rank of the last key of its bucket at or before position i. How many queries fall between two keys

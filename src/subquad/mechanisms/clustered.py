@@ -11,8 +11,8 @@ Rows sum to 1 in both, and a row of the improved form is never further from the 
 L1: on T_j its error is |m_j - exact mass|, the least that any row of that mass can have there, and off T_j the two are
 equal.
 
-If a query is within eps of its centroid, ||A^c_j - A_i||_2 <= scale eps ||K||_2 / 2 (the paper has twice that). There is
-no causal form: a centroid is a mean over the whole sequence.
+If a query is within eps of its centroid, ||A^c_j - A_i||_2 <= scale eps ||K||_2 / 2 (the paper has twice that). There
+is no causal form: a centroid is a mean over the whole sequence.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _ByCluster(Mechanism):
         checks.check_positive("iterations", iterations, least=0)
         if clusters * (bits + 1) >= 1 << 24:
             raise ValueError(
-                f"clusters * (bits + 1) must be below 2**24, so that float32 counts exactly, got {clusters=} and {bits=}"
+                f"clusters * (bits + 1) must be below 2**24, so that float32 counts exactly, got {clusters=}, {bits=}"
             )
         self.clusters, self.clustering, self.bits, self.iterations = clusters, clustering, bits, iterations
         self.draw = ClusterDraw(clusters, bits, head_dim, seed=seed)
@@ -208,7 +208,7 @@ class ImprovedClustered(_ByCluster):
     """
 
     name = "improved-clustered"
-    equation = "m_j softmax(q_i k_T^T / sqrt(D)) v_T + clustered weights off T, T the cluster's top keys, m_j their mass"
+    equation = "m_j softmax(q_i k_T^T / sqrt(D)) v_T + clustered off T; T the cluster's top keys, m_j their mass"
     paper = 'Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020'
     complexity = "O(C S (D + E) + C L bits iterations + L topk (D + E))"
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -243,7 +243,7 @@ class ImprovedClustered(_ByCluster):
         self.topk, self.group_size = topk, group_size
 
     def _top(self, scores: Tensor, weights: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """T_j as indices (B, H, groups C, k), k = topk or all keys if there are fewer, and which of them do not count."""
+        """T_j as indices (B, H, groups C, k), k = topk or all keys, and which of them do not count."""
         keys, size = scores.shape[-1], self.group_size
         scores, weights = scores.detach(), weights.detach()
         if size == 1:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..kernels.checkpointing import tracing
 from ..kernels.dispatch import full_precision
-from . import near_far, near_far_reference
+from . import near_far, near_far_reference, two_sided
 from .base import Kernelised, Mechanism
 from .hybrid_state import HybridState
 
@@ -208,17 +209,16 @@ class Hybrid(Mechanism):
                 f"query's own position, which cross attention does not have. Use its far field alone, {self.far.name!r}"
             )
         with full_precision(q):
-            state = self._empty(k, v, scale)
+            state, feature_map = self._empty(k, v, scale), self.far.feature_map
+            mask = near_far.real_keys(k, key_mask)
             if backend == "reference":
-                mask = near_far.real_keys(k, key_mask)
-                out = near_far_reference.full(self.far.feature_map, q, k, v, state, self.log_scale, mask)
+                out = near_far_reference.full(feature_map, q, k, v, state, self.log_scale, mask)
             else:
-                out = near_far.full(
-                    *(self.far.feature_map, q, k, v, state),
-                    log_far=self.log_scale,
-                    key_mask=key_mask,
-                    chunk_size=chunk_size,
-                )
+                slot, _ = near_far.positions(state, mask)
+                size = chunk_size or near_far.chunk_tokens(q, feature_map, self.window)
+                looking = q.shape[2] > 0 and q.device.type == "cpu" and not tracing(q)
+                full = two_sided.full if looking else near_far.full
+                out = full(feature_map, q, k, v, mask, slot, state, log_far=self.log_scale, chunk_size=size)
         return out.to(v.dtype)
 
     def _scan(

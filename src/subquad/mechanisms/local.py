@@ -49,22 +49,29 @@ class WindowState:
     count: Tensor
     origin: str = ""
 
-    def extend(self, k: Tensor, v: Tensor, count: Tensor) -> WindowState:
-        """The state after tokens k (B, H, L, D), v (B, H, L, E), the first `count` (B,) of each sequence real."""
+    def extend(self, k: Tensor, v: Tensor, order: Order) -> WindowState:
+        """The state after tokens k (B, H, L, D), v (B, H, L, E), real ones first as `order` left them."""
         window, globals_, length = self.k.shape[2], self.first_k.shape[2], k.shape[2]
-        newest = count[:, None] + torch.arange(window, device=k.device)
-        # Slots of [first tokens so far | new tokens]; those beyond the last token are empty, whatever is put there.
-        place = torch.arange(globals_, device=k.device)
-        seen = self.count[:, None]
-        first = torch.where(place < seen, place, globals_ + place - seen).clamp(max=globals_ + length - 1)
-        return WindowState(
-            _gather(torch.cat([self.k, k], 2), newest),
-            _gather(torch.cat([self.v, v], 2), newest),
-            _gather(torch.cat([self.first_k, k], 2), first),
-            _gather(torch.cat([self.first_v, v], 2), first),
-            self.count + count,
-            self.origin,
-        )
+        first_k, first_v = self.first_k, self.first_v
+        if globals_:
+            # Slots of [first tokens so far | new tokens]; those beyond the last token are empty, whatever is put there.
+            place = torch.arange(globals_, device=k.device)
+            seen = self.count[:, None]
+            first = torch.where(place < seen, place, globals_ + place - seen)
+            first = first.clamp(max=globals_ + min(globals_, length) - 1)
+            first_k, first_v = (
+                _gather(torch.cat([old, x[:, :, :globals_]], 2), first) for old, x in ((first_k, k), (first_v, v))
+            )
+        if order.mask is None:
+            # New storage of the size of the window: a slice would keep all tokens of a long prefill alive.
+            kept, new = min(length, window), max(length - window, 0)
+            newest_k, newest_v = (
+                torch.cat([old[:, :, kept:], x[:, :, new:]], 2) for old, x in ((self.k, k), (self.v, v))
+            )
+        else:
+            newest = order.count + torch.arange(window, device=k.device)
+            newest_k, newest_v = (_gather(torch.cat([old, x], 2), newest) for old, x in ((self.k, k), (self.v, v)))
+        return WindowState(newest_k, newest_v, first_k, first_v, self.count + order.count[:, 0], self.origin)
 
     def merge(self, later: WindowState) -> WindowState:
         """This context followed by `later`'s: the last `window` tokens of both, and the first ones of both."""
@@ -213,21 +220,21 @@ class Local(Mechanism):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        state: WindowState | None,
+        states: tuple[WindowState, WindowState] | None,
         order: Order,
         scale: float,
         chunk_size: int | None,
     ) -> Tensor:
-        """Tokens after those of `state`; what is not real stands at the end and gives anything."""
+        """Tokens between two states, or a whole sequence; what is not real stands at the end and gives anything."""
         length = k.shape[2]
-        if state is None:
+        if states is None:
             window, seen = min(self.window, max(length - 1, 0)), order.count.new_zeros(order.count.shape)
             keys, values = F.pad(k, (0, 0, window, 0)), F.pad(v, (0, 0, window, 0))
             first_k, first_v = k[:, :, : self.global_tokens], v[:, :, : self.global_tokens]
         else:
-            window, seen = self.window, state.count[:, None]
-            keys, values = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-            after = state.extend(k, v, order.count[:, 0])
+            before, after = states
+            window, seen = self.window, before.count[:, None]
+            keys, values = torch.cat([before.k, k], 2), torch.cat([before.v, v], 2)
             first_k, first_v = after.first_k, after.first_v
         rank = seen - window + torch.arange(window + length, device=k.device)
         near = (rank >= self.global_tokens) & (rank < seen + order.count)
@@ -290,11 +297,11 @@ class Local(Mechanism):
             dtype = before.k.dtype
             order = Order(key_mask, k.shape[2], k.device)
             q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
-            after = before.extend(k, wide, order.count[:, 0])
+            after = before.extend(k, wide, order)
             if backend == "reference":
                 out = self._dense_scan(q, k, wide, before, order, scale)
             else:
-                out = self._causal(q, k, wide, before, order, scale, chunk_size)
+                out = self._causal(q, k, wide, (before, after), order, scale, chunk_size)
             return order.back(out).to(v.dtype), after
 
     def _dense_scan(self, q: Tensor, k: Tensor, v: Tensor, before: WindowState, order: Order, scale: float) -> Tensor:
@@ -330,7 +337,7 @@ class Local(Mechanism):
         before = self._before(k, v, state, self.resolve_scale(scale))
         order = Order(key_mask, k.shape[2], k.device)
         keys, values = (order.front(x.to(before.k.dtype)) for x in (k, v))
-        return before.extend(keys, values, order.count[:, 0])
+        return before.extend(keys, values, order)
 
     def read(
         self,

@@ -100,7 +100,7 @@ class LSH(Mechanism):
             )
         self.rounds, self.buckets, self.bucket_size = rounds, buckets, bucket_size
         self.shared_qk, self.chunking = shared_qk, chunking
-        self.uses_keys = not shared_qk
+        self.uses_keys = self.cross = not shared_qk
         self.leaks_by_selection = chunking == "sorted"
         self.projection = GaussianProjection(rounds * buckets // 2, head_dim, seed=seed)
 
@@ -203,9 +203,9 @@ def _dense(
     if is_causal:
         visible = visible.tril()
     if alone:
-        itself = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
-        itself = itself & (torch.ones_like(visible) if real is None else real.unsqueeze(-2))
-        others = visible & ~torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
+        diagonal = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
+        itself = diagonal if real is None else diagonal & real.unsqueeze(-2)
+        others = visible & ~diagonal
         visible = torch.where(others.any(-1, keepdim=True), others, itself) if shared else others | itself
     scores = (scale * q @ k.mT).masked_fill(~visible, float("-inf"))
     empty = ~visible.any(-1, keepdim=True)
@@ -213,7 +213,7 @@ def _dense(
 
 
 def _tables(choices: Choices, real: Tensor | None, length: int, keys: int) -> tuple[Tensor, Tensor]:
-    """What decides visibility, as small integers: position and chunk per round, (1 + R, X, L + 1) and (1 + R, X, S + 1).
+    """What decides visibility, as small integers: position and chunk per round, (1 + R, X, L or S, + 1).
 
     Keys that nothing sees have the largest position there is, and so has the one past the end.
     """

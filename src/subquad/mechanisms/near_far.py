@@ -28,10 +28,10 @@ from ..state import LinearState, finite, safe_divide
 from .hybrid_state import HybridState, Sinks, settle
 from .windows import Partial, dense_partial, window_partial
 
-__all__ = ["causal", "combine", "full", "real_keys"]
+__all__ = ["causal", "chunk_tokens", "combine", "compute", "full", "lay_out", "positions", "real_keys", "sound"]
 
 
-def _compute(x: Tensor) -> Tensor:
+def compute(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -52,57 +52,63 @@ def combine(parts: Sequence[Partial]) -> Partial:
     return Partial(numerator, normaliser, shift)
 
 
+def lay_out(part: Sequence[Tensor], heads: int, log_far: Tensor | None) -> Partial:
+    """Rows (B, H, G, T) of a far field as (B, Hq, T), times the learned factor."""
+    numerator, normaliser, shift = (x.reshape(x.shape[0], heads, x.shape[3], *x.shape[4:]) for x in part)
+    return Partial(numerator, normaliser, shift if log_far is None else shift + log_far.to(shift.dtype)[:, None])
+
+
 def _far(
     queries: Features,
     keys: Features,
     v: Tensor,
     state: LinearState,
     mask: Tensor | None,
-    near: Partial,
+    near: Sequence[Partial],
     log_far: Tensor | None,
+    heads: int,
     careful: bool,
 ) -> tuple[LinearState, Partial]:
     """The far field of one chunk, strictly causal over the keys that leave the window: next state, partial rows."""
     batch, kv_heads, tokens, _ = v.shape
-    heads = near.shift.shape[1]
     groups = heads // kv_heads
     count = state.count + (tokens if mask is None else mask.sum((1, 2, 3)))
-
-    def laid_out(part: Sequence[Tensor]) -> Partial:
-        numerator, normaliser, shift = (x.reshape(batch, heads, tokens, *x.shape[4:]) for x in part)
-        return Partial(numerator, normaliser, shift if log_far is None else shift + log_far.to(shift.dtype)[:, None])
-
     if tokens == 1:  # the recurrent form
         part = [x.reshape(batch, kv_heads, groups, 1, *x.shape[3:]) for x in state.partial(queries)]
-        return state.absorb(keys, v, count - state.count), laid_out(part)
+        return state.absorb(keys, v, count - state.count), lay_out(part, heads, log_far)
     scaled = keys.log_scale is not None
     if not (scaled and careful):
         after, shared = shared_shift(queries, keys, v, state, groups, strict=True)
-        far = laid_out(shared)
-        if careful or _sound(far, near, state, mask, scaled):
+        far = lay_out(shared, heads, log_far)
+        if careful or sound(far, near, scaled, _far_keys(state, tokens, mask)):
             return replace(after, count=count), far
     after = state.absorb(keys, v, count - state.count)
-    return after, laid_out(exact_causal(queries, keys, v, state, groups, strict=True))
+    return after, lay_out(exact_causal(queries, keys, v, state, groups, strict=True), heads, log_far)
 
 
-def _sound(far: Partial, near: Partial, state: LinearState, mask: Tensor | None, scaled: bool) -> bool:
-    """Whether a shift shared by the chunk lost no key that matters and took no NaN of a later key into earlier rows."""
+def _far_keys(state: LinearState, tokens: int, mask: Tensor | None) -> Tensor:
+    """How many far keys each row has: (B, T), those before it in the chunk and those in the state."""
+    if mask is None:
+        return state.count[:, None] + torch.arange(tokens, device=state.count.device)
+    real = mask[:, 0, :, 0].long()
+    return state.count[:, None] + real.cumsum(-1) - real
+
+
+def sound(far: Partial, near: Sequence[Partial], scaled: bool, far_keys: Tensor) -> bool:
+    """Whether a shift shared by the chunk lost no key that matters and took no NaN of a later key into earlier rows.
+
+    far_keys (B, T or 1): how many far keys a row has; a row without any has lost none.
+    """
     with torch.no_grad():
         if not bool(far.numerator.sum().isfinite()):
             return False
         if not scaled:
             return True
         # What the near field weighs in units of the far one: keys that vanish beside it do not matter.
-        mass = far.normaliser.abs() + near.normaliser.abs() * (near.shift - far.shift).clamp(max=80.0).exp()
-        lost = mass < UNDERFLOW
-        if not bool(lost.any()):
-            return True
-        seen = state.count[:, None]
-        if mask is None:
-            seen = seen + torch.arange(far.shift.shape[-1], device=seen.device)
-        else:
-            seen = seen + mask[:, 0, :, 0].long().cumsum(-1) - mask[:, 0, :, 0].long()
-        return not bool((lost & (seen > 0)[:, None]).any())
+        mass = far.normaliser.abs()
+        for part in near:
+            mass = mass + part.normaliser.abs() * (part.shift - far.shift).clamp(max=80.0).exp()
+        return not bool(((mass < UNDERFLOW) & (far_keys > 0)[:, None]).any())
 
 
 def _pass(
@@ -139,32 +145,41 @@ def _pass(
     ) -> tuple[Carry, Tensor]:
         before = LinearState.of(carry[:4], far.origin)
         tokens = q.shape[2]
-        q, k = _compute(q), torch.cat([carry[4], _compute(k)], 2)
-        v = torch.cat([carry[5], _compute(v)], 2)
+        q, k = compute(q), torch.cat([carry[4], compute(k)], 2)
+        v = torch.cat([carry[5], compute(v)], 2)
         mask = torch.cat([carry[6], mask[:, 0, :, 0]], 1)
         slot = torch.cat([carry[7], slot[:, 0, :, 0]], 1)
         sinks = Sinks(*carry[8:])
-        keys_seen = window + tokens if own else window + tokens - 1
-        parts = []
-        if own or window:
-            visible = mask[:, None, :keys_seen, None]
-            parts.append(window_partial(q, k[:, :, :keys_seen], v[:, :, :keys_seen], visible, scale))
+        seen = slice(0, window + tokens if own else window + tokens - 1)
         left_k, left_v, left_mask, left_slot = k[:, :, :tokens], v[:, :, :tokens], mask[:, :tokens], slot[:, :tokens]
-        if number:
+        parts: list[Partial] = []
+        if tokens == 1:
+            # One row sees the whole window and the sinks that left before it: one small product.
+            near_k, near_v = torch.cat([sinks.k, k[:, :, seen]], 2), torch.cat([sinks.v, v[:, :, seen]], 2)
+            visible = torch.cat([sinks.mask, mask[:, seen]], 1)[:, None]
+            if near_k.shape[2]:
+                parts.append(dense_partial(q, near_k, near_v, visible, scale))
+        elif own or window:
+            parts.append(window_partial(q, k[:, :, seen], v[:, :, seen], mask[:, None, seen, None], scale))
+        is_sink = (left_slot >= 0) & (left_slot < number)
+        # Looking is free on a CPU and saves work when nothing is found; the result does not depend on it.
+        arriving = bool(number) and (careful or bool(is_sink.any()))
+        if arriving:
             sinks, arrival = settle(sinks, left_k, left_v, left_mask, left_slot)
-            after_arrival = torch.arange(tokens, device=q.device)[:, None] > arrival[:, None]
-            parts.append(dense_partial(q, sinks.k, sinks.v, after_arrival & sinks.mask[:, None], scale))
-            left_mask = left_mask & ~((left_slot >= 0) & (left_slot < number))
+            left_mask = left_mask & ~is_sink
+        if number and tokens > 1:
+            visible = sinks.mask[:, None]
+            if arriving:
+                visible = visible & (torch.arange(tokens, device=q.device)[:, None] > arrival[:, None])
+            parts.append(dense_partial(q, sinks.k, sinks.v, visible, scale))
         if other is not None:
             parts.append(Partial(other[..., :-2], other[..., -2], other[..., -1]))
-        near = combine(parts) if parts else _nothing(q, v.shape[-1])
         queries = feature_map.queries(q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]), scale)
-        # Looking is free on a CPU and saves a pass over the features; nothing else depends on it.
         hidden = None if not careful and bool(left_mask.all()) else left_mask[:, None, :, None]
         keys, values = masked(feature_map.keys(left_k, scale), left_v, hidden)
         assert values is not None
-        after, part = _far(queries, keys, values, before, hidden, near, log_far, careful)
-        total = combine([near, part])
+        after, part = _far(queries, keys, values, before, hidden, parts, log_far, q.shape[1], careful)
+        total = combine([*parts, part])
         carry = (
             *after.tensors,
             *(k[:, :, tokens:], v[:, :, tokens:], mask[:, tokens:], slot[:, tokens:]),
@@ -174,8 +189,7 @@ def _pass(
             return carry, safe_divide(total.numerator, total.normaliser)
         return carry, torch.cat([total.numerator, total.normaliser.unsqueeze(-1), total.shift.unsqueeze(-1)], -1)
 
-    # A chunk copies the window before it: shorter ones would copy more than they compute.
-    size = chunk_size or max(default_chunk(q, feature_map.num_features), -(-window // 64) * 64)
+    size = chunk_size or chunk_tokens(q, feature_map, window)
     constants = [*feature_map.parameters(), *([] if log_far is None else [log_far])]
     inputs = (q, k, v, mask[:, None, :, None], slot[:, None, :, None], other)
     carry, out = scan_chunks(step, start, inputs, constants, size, checkpoint=not feature_map.hidden_parameters)
@@ -184,12 +198,12 @@ def _pass(
     return out, carry
 
 
-def _nothing(q: Tensor, width: int) -> Partial:
-    rows = q.new_zeros(q.shape[:3])
-    return Partial(q.new_zeros((*q.shape[:3], width)), rows, torch.full_like(rows, float("-inf")))
+def chunk_tokens(q: Tensor, feature_map: FeatureMap, window: int) -> int:
+    """Tokens per chunk. A chunk copies the window beside it: shorter ones would copy more than they compute."""
+    return max(default_chunk(q, feature_map.num_features), -(-window // 64) * 64)
 
 
-def _positions(state: HybridState, mask: Tensor) -> tuple[Tensor, Tensor]:
+def positions(state: HybridState, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sink numbers (B, L) of the tokens that follow `state`, and `start` after them."""
     start = state.first_real(mask)
     return (state.length - start)[:, None] + torch.arange(mask.shape[1], device=mask.device), start
@@ -212,7 +226,7 @@ def causal(
 ) -> tuple[Tensor, HybridState]:
     """out (B, Hq, L, E) and the state after the last token."""
     mask = real_keys(k, key_mask)
-    slot, start = _positions(state, mask)
+    slot, start = positions(state, mask)
     out, carry = _pass(feature_map, q, k, v, mask, slot, state, log_far=log_far, chunk_size=chunk_size)
     sinks = Sinks(*carry[8:])
     return out, replace(
@@ -234,15 +248,18 @@ def full(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor,
+    slot: Tensor,
     state: HybridState,
     *,
     log_far: Tensor | None,
-    key_mask: Tensor | None,
-    chunk_size: int | None,
+    chunk_size: int,
 ) -> Tensor:
-    """out (B, Hq, L, E): the window on both sides, the far field before and after it; `state` is empty."""
-    mask = real_keys(k, key_mask)
-    slot, _ = _positions(state, mask)
+    """out (B, Hq, L, E): the window on both sides, the far field before and after it; `state` is empty.
+
+    mask, slot (B, L): real keys, and positions from the first real key on. Two passes that look at no values;
+    `two_sided.full` is the same in one sweep, where looking is possible.
+    """
     q2, k2, v2 = (x.flip(-2) for x in (q, k, v))
     call: dict[str, Any] = {"log_far": log_far, "chunk_size": chunk_size}
     later, _ = _pass(feature_map, q2, k2, v2, mask.flip(-1), slot.flip(-1), state, own=False, finish=False, **call)

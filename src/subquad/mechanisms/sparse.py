@@ -33,6 +33,7 @@ from .windows import (
     Partial,
     check_call,
     compute_dtype,
+    dense_partial,
     join,
     packed,
     sliding,
@@ -200,33 +201,45 @@ class Sparse(Mechanism):
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, is_causal: bool, scale: float, chunk_size: int | None
     ) -> Tensor:
         """The own block, and the summary tokens of the other blocks: those of the own block are in it already."""
-        length = q.shape[2]
-        stride, summary = min(self.stride, length), min(self.summary, length)
-        if length < self.stride:
-            summary = 0  # the only block shows its tokens to nobody else
+        length, stride = q.shape[2], min(self.stride, q.shape[2])
         blocks = -(-length // stride)
+        # A sequence of one block shows its tokens to nobody else.
+        summary = self.summary if blocks > 1 else 0
         parts = [_rows_of(x, stride) for x in (q, k, v, real[:, None, :, None])]
         shown_k, shown_v, shown = (x[:, :, :, stride - summary :].flatten(2, 3) for x in parts[1:])
         place = torch.arange(stride, device=q.device)
         inside = place[:, None] >= place if is_causal else place.new_ones((stride, stride), dtype=torch.bool)
         number = torch.arange(blocks, device=q.device)
         home = number.repeat_interleave(summary)
+        inputs = [*(x.flatten(3, 4) for x in parts), number.view(1, 1, blocks, 1)]
 
-        def step(carry: Carry, q: Tensor, k: Tensor, v: Tensor, real: Tensor, block: Tensor) -> tuple[Carry, Tensor]:
-            q, k, v, real = (x.unflatten(3, (stride, -1)) for x in (q, k, v, real))
-            hidden = ~(inside & real.mT).unsqueeze(2)  # (B, 1, 1, blocks, stride, stride)
-            scores = _grouped_scores(q, k, scale).masked_fill_(hidden, float("-inf"))
-            part = weighted_sum(scores, v.unsqueeze(2))
-            if blocks > 1:
-                others = home < block if is_causal else home != block  # (B, 1, blocks, blocks * summary)
-                hidden = ~(others & shown.mT).unsqueeze(2).unsqueeze(-2)
-                scores = _grouped_scores(q, shown_k.unsqueeze(2), scale).masked_fill_(hidden, float("-inf"))
-                part = join(part, weighted_sum(scores, shown_v[:, :, None, None]))
-            return carry, part.finish().flatten(1, 2).flatten(3, 4)
+        def attend(start: int, end: int) -> Tensor:
+            """Blocks start .. end - 1, (B, Hq, end - start, stride E); causal ones need no summary from `end` on."""
+            seen = (end if is_causal else blocks) * summary
+            keys, values, exist, of = shown_k[:, :, :seen], shown_v[:, :, :seen], shown[:, 0, :seen, 0], home[:seen]
 
-        row_bytes = q.shape[0] * q.shape[1] * stride * (stride + blocks * summary) * q.element_size()
-        inputs = [x.flatten(3, 4) for x in parts] + [number.view(1, 1, blocks, 1).expand(q.shape[0], -1, -1, -1)]
-        _, out = scan_chunks(step, (), inputs, [shown_k, shown_v], _chunk(chunk_size, stride, row_bytes))
-        assert out is not None
-        tokens: Tensor = out.unflatten(3, (stride, v.shape[-1])).flatten(2, 3)
-        return tokens[:, :, :length]
+            def step(
+                carry: Carry, q: Tensor, k: Tensor, v: Tensor, real: Tensor, block: Tensor
+            ) -> tuple[Carry, Tensor]:
+                q, k, v, real = (x.unflatten(3, (stride, x.shape[3] // stride)) for x in (q, k, v, real))
+                hidden = ~(inside & real.mT).unsqueeze(2)  # (B or 1, 1, 1, blocks, stride, stride)
+                scores = _grouped_scores(q, k, scale).masked_fill_(hidden, float("-inf"))
+                part = Partial(*(x.flatten(1, 2) for x in weighted_sum(scores, v.unsqueeze(2))))
+                if seen:
+                    others = of < block[:, 0] if is_causal else of != block[:, 0]  # (1, blocks, seen)
+                    visible = (others & exist.unsqueeze(1)).repeat_interleave(stride, 1)
+                    far = dense_partial(q.flatten(2, 3), keys, values, visible, scale)
+                    part = join(part, Partial(*(x.unflatten(2, q.shape[2:4]) for x in far)))
+                return carry, part.finish().flatten(3, 4)
+
+            row_bytes = q.shape[0] * q.shape[1] * stride * (stride + seen) * q.element_size()
+            size = _chunk(chunk_size, stride, row_bytes)
+            _, out = scan_chunks(step, (), [x[:, :, start:end] for x in inputs], [keys, values], size)
+            assert out is not None
+            return out
+
+        # A causal block sees half of the summaries on average: in eight pieces little more than that half is computed.
+        piece = -(-blocks // 8) if is_causal else blocks
+        pieces = [attend(start, min(start + piece, blocks)) for start in range(0, blocks, piece)]
+        out: Tensor = torch.cat(pieces, 2).unflatten(3, (stride, v.shape[-1])).flatten(2, 3)
+        return out[:, :, :length]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from ..features.base import exp_
 from ..kernels.checkpointing import Carry, scan_chunks, tracing
 from ..state import finite, safe_divide
 
@@ -112,7 +113,7 @@ def weighted_sum(scores: Tensor, v: Tensor) -> Partial:
     product and make exactly those rows NaN that give them a weight.
     """
     shift = scores.detach().amax(-1)
-    weights = scores.sub_(finite(shift).unsqueeze(-1)).exp_()
+    weights = exp_(scores.sub_(finite(shift).unsqueeze(-1)))
     if _all_finite(v):
         return Partial(weights @ v, weights.sum(-1), shift)
     broken = ~v.isfinite().all(-1, keepdim=True)
@@ -127,17 +128,17 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
     return grouped
 
 
-def _ungrouped(part: Partial) -> Partial:
-    return Partial(*(x.flatten(1, 2) for x in part))
-
-
 def dense_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Partial:
     """Rows q (B, Hq, L, D) over few keys k (B, H, S, D), v (B, H, S, E); visible (B or 1, L or 1, S), None = all."""
-    rows = _grouped(q, k.shape[1])
-    scores = (scale * rows) @ k.unsqueeze(2).mT
+    batch, heads, length, _ = q.shape
+    # The rows of all query heads of one key head in one product: broadcasting would copy the keys for each.
+    rows = _grouped(scale * q, k.shape[1]).flatten(2, 3)
+    scores = rows @ k.mT
     if visible is not None:
-        scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
-    return _ungrouped(weighted_sum(scores, v.unsqueeze(2)))
+        grouped = scores.view(batch, k.shape[1], heads // k.shape[1], length, k.shape[2])
+        grouped.masked_fill_(~visible[:, None, None], float("-inf"))
+    part = weighted_sum(scores, v)
+    return Partial(*(x.reshape(batch, heads, length, *x.shape[3:]) for x in part))
 
 
 def _block_size(length: int, span: int) -> int:

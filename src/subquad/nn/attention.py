@@ -136,7 +136,8 @@ class MultiheadAttention(nn.Module):
     # -- heads ------------------------------------------------------------------------------------------------------
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # (B, H, L, D)
+        split: Tensor = x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # (B, H, L, D)
+        return split
 
     def _queries(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         q = self._split(self.q(x), self.heads)
@@ -146,7 +147,9 @@ class MultiheadAttention(nn.Module):
         v = self._split(self.v(context), self.kv_heads)
         if self.k is None:
             if q is None:
-                raise ValueError(f"{self.mechanism.name} makes its keys from the queries, so it has no memory to absorb")
+                raise ValueError(
+                    f"{self.mechanism.name} makes its keys from the queries, so it has no memory to absorb"
+                )
             return q, v
         k = self._split(self.k(context), self.kv_heads)
         return (k if rotation is None else rotation(k)), v
@@ -154,6 +157,14 @@ class MultiheadAttention(nn.Module):
     def _joined(self, out: Tensor) -> Tensor:
         joined: Tensor = self.dropout(self.out(out.transpose(1, 2).flatten(2)))
         return joined
+
+    def _calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
+        try:
+            self.mechanism.calibrate(q, k, key_mask=key_mask, query_mask=query_mask)
+        except ValueError as error:
+            # A model may mix mechanisms that need calibration with others; which do is known to them alone.
+            if "uses no calibration" not in str(error):
+                raise
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
         return rotation_at(positions, self.head_dim, self.rotary_base, dtype) if self.rotary else None
@@ -187,7 +198,7 @@ class MultiheadAttention(nn.Module):
         q = self._queries(x, rotation)
         k, v = self._keys_values(x if context is None else context, q, rotation)
         if self.calibrating:
-            self.mechanism.calibrate(q, k, key_mask=key_mask, query_mask=query_mask)
+            self._calibrate(q, k, key_mask, query_mask)
         return self._joined(self.mechanism(q, k, v, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask))
 
     # -- token by token ---------------------------------------------------------------------------------------------
@@ -218,9 +229,7 @@ class MultiheadAttention(nn.Module):
         real = x.shape[1] if key_mask is None else key_mask.sum(-1)
         return out, replace(state, inner=inner, length=state.length + real)
 
-    def advance(
-        self, x: Tensor, inner: Any, key_mask: Tensor | None, rotation: Rotation | None
-    ) -> tuple[Tensor, Any]:
+    def advance(self, x: Tensor, inner: Any, key_mask: Tensor | None, rotation: Rotation | None) -> tuple[Tensor, Any]:
         """`scan` for callers that keep positions themselves: takes and returns the mechanism's own state."""
         q = self._queries(x, rotation)
         k, v = self._keys_values(x, q, rotation)

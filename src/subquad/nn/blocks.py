@@ -43,11 +43,10 @@ class Branch(NamedTuple):
     modules: tuple[nn.Module, ...]
 
 
-def make_norm(config: ModelConfig) -> nn.Module:
+def make_norm(config: ModelConfig, *, final: bool = False) -> nn.Module:
     """LayerNorm or RMSNorm over the model width."""
-    if config.normalization == "rms":
-        return nn.RMSNorm(config.dim, eps=config.norm_eps)
-    return nn.LayerNorm(config.dim, eps=config.norm_eps)
+    eps = config.final_norm_eps if final and config.final_norm_eps is not None else config.norm_eps
+    return nn.RMSNorm(config.dim, eps=eps) if config.normalization == "rms" else nn.LayerNorm(config.dim, eps=eps)
 
 
 class FeedForward(nn.Module):
@@ -134,10 +133,8 @@ class Block(nn.Module):
 
     def _run(self, x: Tensor, branches: list[Branch]) -> Tensor:
         for branch in branches:
-            if self.pre_norm:
-                x = x + self.delta(branch, x)
-            else:
-                x = branch.norm(x + self.dropout(branch.compute(x)))
+            added = x + self.delta(branch, x) if self.pre_norm else x + self.dropout(branch.compute(x))
+            x = added if self.pre_norm else branch.norm(added)
         return x
 
     def forward(self, x: Tensor, call: Call) -> Tensor:

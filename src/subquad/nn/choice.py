@@ -1,7 +1,7 @@
 """From a choice (a name, options, an object, or a list with one per layer) to the mechanisms of a model's layers.
 
-Everything random in layer i is drawn from (seed, stream, i): layers differ, models with one seed agree, and nothing else
-that draws from torch's generator is disturbed.
+Everything random in layer i is drawn from (seed, stream, i): layers differ, models with one seed agree, and nothing
+else that draws from torch's generator is disturbed.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def _check_layer_mechanism(argument: str, choice: object) -> None:
         _check_layer_mechanism(argument, choice["mechanism"])
         return
     raise TypeError(
-        f"{argument} must be a mechanism's name, a dict of options with 'mechanism', a Mechanism object, or a list with "
-        f"one of these per layer, got {type(choice).__name__}"
+        f"{argument} must be a mechanism's name, a dict of options with 'mechanism', a Mechanism object, or a list "
+        f"with one of these per layer, got {type(choice).__name__}"
     )
 
 
@@ -97,14 +97,14 @@ class ModelConfig:
     kv_heads:      grouped-query heads; None = heads.   head_dim: None = dim / heads
     hidden:        width of the feed-forward; None = 4 dim, or 8/3 dim rounded up to a multiple of 8 for swiglu
     norm:          pre | post (before a branch, or after its sum).   normalization: layer | rms.   norm_eps: its epsilon
-    final_norm:    a norm after the last block; None = for pre-norm
+    final_norm:    a norm after the last block; None = for pre-norm.   final_norm_eps: None = norm_eps
     activation:    gelu | gelu_tanh | relu | swiglu
     positions:     none | sinusoidal | learned (needs max_length) | rotary (with rotary_base)
     dropout:       on what each branch adds to the residual stream
     bias:          of all linear maps inside the blocks
     tie_embeddings: the output layer uses the token embedding
     reversible:    reversible residual blocks (pre-norm only)
-    seed:          of everything random inside mechanisms; layer i draws from (seed, i). None = one from torch's generator
+    seed:          of all that is random in mechanisms; layer i draws from (seed, i). None = one from torch's generator
     cross_mechanism: of a decoder's attention to a memory; None = a decoder without one (encoder-decoder: as mechanism)
     source_vocab, encoder_mechanism, decoder_layers: for kind encoder-decoder; None = floats, mechanism, layers
 
@@ -126,6 +126,7 @@ class ModelConfig:
     normalization: str = "layer"
     norm_eps: float = 1e-5
     final_norm: bool | None = None
+    final_norm_eps: float | None = None
     activation: str = "gelu"
     positions: str = "rotary"
     max_length: int | None = None
@@ -156,8 +157,10 @@ class ModelConfig:
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be a number in [0, 1), got {self.dropout!r}")
-        for name in ("norm_eps", "rotary_base"):
+        for name in ("norm_eps", "rotary_base", "final_norm_eps"):
             value = getattr(self, name)
+            if name == "final_norm_eps" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 raise ValueError(f"{name} must be a positive number, got {value!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):

@@ -2,7 +2,7 @@
 
     sinusoidal  x_p + [sin(p w_0), cos(p w_0), sin(p w_1), ...],   w_i = 10000^{-2i/dim}       Vaswani et al., 2017
     learned     x_p + E_p
-    rotary      (x_i, x_{i + D/2}) turned by the angle p b^{-2i/D}                             Su et al., "RoFormer", 2021
+    rotary      (x_i, x_{i + D/2}) turned by the angle p b^{-2i/D}                             Su et al., RoFormer, 2021
 
 A position is the number of real tokens before a token, so padding takes none, wherever it stands. Nothing here is a
 buffer except what is learned: angles are computed for the positions at hand, in float64, so that the millionth token
@@ -27,9 +27,8 @@ def token_positions(length: int, key_mask: Tensor | None, device: torch.device, 
     >>> token_positions(3, torch.tensor([[False, True, True], [True, True, False]]), torch.device("cpu")).tolist()
     [[0, 0, 1], [0, 1, 1]]
     """
-    if key_mask is None:
-        positions = torch.arange(length, device=device)
-    else:
+    positions = torch.arange(length, device=device)
+    if key_mask is not None:
         positions = (key_mask.cumsum(-1) - 1).clamp(min=0)
     return positions if start is None else start[:, None] + positions
 
@@ -133,6 +132,6 @@ class LearnedPositions(nn.Module):
         if needed > self.max_length:
             raise ValueError(
                 f"the sequence reaches {needed} positions, but only max_length={self.max_length} are learned; shorten "
-                "the prompt, build the model with a larger max_length, or use positions='rotary' or 'sinusoidal', which "
-                "have no limit"
+                "the prompt, build the model with a larger max_length, or use positions='rotary' or 'sinusoidal', "
+                "which have no limit"
             )

@@ -10,11 +10,7 @@ It may be read, edited to override a value, or deleted to measure again; `crosso
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,50 +18,23 @@ from typing import Any
 import torch
 
 from .. import checks
-from .._version import __version__
+from .cache import measurement_key, read_json_table, table_path, write_json_table
 
 __all__ = ["cache_path", "crossover_length", "read_table", "resolve_auto"]
 
+FILE = "crossovers.json"
 LENGTHS = tuple(128 * 2**i for i in range(8))  # 128 ... 16384
 ROUNDS = 3
 
 
 def cache_path() -> Path:
     """Where the measured crossovers are kept."""
-    folder = os.environ.get("SUBQUAD_CACHE")
-    if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(Path.home(), ".cache"), "subquad")
-    return Path(folder) / "crossovers.json"
+    return table_path(FILE)
 
 
 def read_table() -> dict[str, Any]:
-    """All crossovers measured so far, by key; an unreadable file counts as empty, since it can be measured again."""
-    try:
-        table = json.loads(cache_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}
-
-
-def _write_table(table: dict[str, Any]) -> None:
-    path = cache_path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # In one step: several processes may measure at the same time.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".crossovers.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(table, file, indent=2, sort_keys=True)
-        os.replace(name, path)
-    except OSError:
-        pass  # a read-only home: the value is measured again next time
-
-
-def _key(config: dict[str, Any], heads: int, is_causal: bool, training: bool) -> str:
-    shown = {name: value for name, value in config.items() if name not in ("heads", "kv_heads", "seed")}
-    machine = f"{platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    versions = f"torch {torch.__version__}, subquad {__version__}"
-    form = f"{'causal' if is_causal else 'full'} {'training' if training else 'forward'}"
-    return f"{json.dumps(shown, sort_keys=True)} heads {heads}, {form}; {machine}; {versions}"
+    """All crossovers measured so far, by key."""
+    return read_json_table(FILE)
 
 
 def _seconds(attend: Any, length: int, heads: int, is_causal: bool, training: bool) -> float:
@@ -109,14 +78,14 @@ def crossover_length(
     """
     from ..mechanisms import create
 
-    key = _key(mechanism.config(), heads, is_causal, training)
+    key = measurement_key(mechanism.config(), heads, is_causal, training)
     table = read_table()
     if key not in table:
         if not measure:
             raise KeyError(f"no crossover measured for {key}")
         softmax = create("softmax", mechanism.head_dim)
         table = {**read_table(), key: _measure(mechanism, softmax, heads, is_causal, training)}
-        _write_table(table)
+        write_json_table(FILE, table)
     value = table[key]
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{cache_path()}: the crossover for {key!r} must be a positive integer or null, got {value!r}")

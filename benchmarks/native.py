@@ -1,0 +1,277 @@
+"""The native CPU kernels against the machine's own matrix product, the chunked backend, and torch's attention.
+
+    python benchmarks/native.py [--quick] [--json FILE] [--threads N] [--only shares,hadamard,decode,...]
+
+Every time is the best of several runs, and whatever is compared runs alternately, so that a passing disturbance hits
+both sides. Credited operations per token and head: forward 2[2MD + 2M(E+1)], forward and backward 2[4MD + 6M(E+1)];
+causal is credited the same, recomputation and exponentials not at all. The share is that rate over the rate of a
+float32 GEMM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from subquad.features.base import FeatureMap
+from subquad.features.random import ExponentialFeatures
+from subquad.kernels import chunked, native, native_library, native_operators
+from subquad.state import LinearState
+
+Results = dict[str, Any]
+HEADS, FEATURES = 8, 256
+
+
+def best(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Seconds of each run, the best of `repeats` rounds through all of them."""
+    seconds = dict.fromkeys(runs, math.inf)
+    for run in runs.values():
+        run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
+
+
+def gemm(size: int = 2048) -> tuple[Callable[[], object], float]:
+    """A square float32 product and its operations."""
+    a, b = torch.randn(2, size, size)
+    return lambda: a @ b, 2.0 * size**3
+
+
+def make(kind: str, dim: int, projection: str = "orthogonal") -> FeatureMap:
+    """An exponential map with FEATURES features."""
+    return ExponentialFeatures(dim, FEATURES, features=kind, projection=projection, seed=0)
+
+
+def attention(backend: Any, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """One call of a backend."""
+    shape = (v.shape[0], v.shape[1], phi.num_features, v.shape[3])
+    state = LinearState.empty(*shape, v, per_key_scale=phi.per_key_scale)
+    run = backend.causal if causal else backend.full
+    result = run(phi, q, k, v, state, scale=q.shape[-1] ** -0.5)
+    out: Tensor = result[0] if causal else result
+    return out
+
+
+def trained(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    """Forward and backward of `run`."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    cotangent = torch.randn_like(v)
+    return lambda: torch.autograd.grad(run(*leaves), leaves, cotangent)
+
+
+def inputs(length: int, dim: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of moderate size."""
+    q, k, v = torch.randn(3, batch, HEADS, length, dim) * 0.5
+    return q, k, v
+
+
+def shares(length: int, repeats: int) -> list[Results]:
+    """Share of the GEMM rate, and the ratio to the chunked backend."""
+    rows = []
+    print(f"\nshare of the GEMM rate, B1 H{HEADS} M{FEATURES} L{length} (targets: full 85 / 60 %, causal 60 / 45 %)")
+    for dim in (64, 128):
+        q, k, v = inputs(length, dim)
+        product, operations = gemm()
+        for kind in ("positive", "hyperbolic"):
+            phi = make(kind, dim)
+            for causal in (False, True):
+                run = partial(attention, native, phi, causal=causal)
+                slow = partial(attention, chunked, phi, causal=causal)
+                calls: dict[str, Callable[[], object]]
+                with torch.no_grad():
+                    calls = {"native": partial(run, q, k, v), "chunked": partial(slow, q, k, v)}
+                    forward = best({"gemm": product, **calls}, repeats)
+                calls = {"native": trained(run, q, k, v), "chunked": trained(slow, q, k, v)}
+                both = best({"gemm": product, **calls}, repeats)
+                md, me = FEATURES * dim, FEATURES * (dim + 1)
+                credit = [length * HEADS * 2.0 * (2 * md + 2 * me), length * HEADS * 2.0 * (4 * md + 6 * me)]
+                rate = operations / min(forward["gemm"], both["gemm"]) / 1e9
+                row: Results = {"dim": dim, "features": kind, "causal": causal, "gemm_gflops": rate}
+                for name, times, done in (("forward", forward, credit[0]), ("both", both, credit[1])):
+                    row[f"{name}_ms"] = times["native"] * 1e3
+                    row[f"{name}_share"] = done / times["native"] / 1e9 / rate
+                    row[f"{name}_over_chunked"] = times["chunked"] / times["native"]
+                rows.append(row)
+                line = f"  D{dim:<4d}{kind:11s}{'causal' if causal else 'full':7s}"
+                for name in ("forward", "both"):
+                    ms, share, ratio = (row[f"{name}_{what}"] for what in ("ms", "share", "over_chunked"))
+                    line += f" {name:>8s} {ms:7.1f} ms {share:5.0%} {ratio:4.1f}x chunked"
+                print(f"{line}   GEMM {rate:.0f} GFLOP/s")
+    return rows
+
+
+def project_alone(phi: FeatureMap, q: Tensor) -> Callable[[], object]:
+    """The projection without anything around it, its result left in the cache."""
+    form = native._form(phi, q.shape[-1] ** -0.5)
+    assert form is not None
+    problem = native_operators._problem(q, q, q, native.NO_MASK, *form[:5], False, True)
+    library = native_library.load()
+    return lambda: library.subquad_project(ctypes.byref(problem), None)
+
+
+def hadamard(length: int, repeats: int) -> list[Results]:
+    """Hadamard-Rademacher (three factors) against the dense orthogonal projection."""
+    rows = []
+    print(f"\nHadamard against dense, positive, forward, L{length} (targets 1.15 1.35 1.5; projection alone 1.8 3 4)")
+    for dim in (64, 128, 256):
+        q, k, v = inputs(length, dim)
+        maps = {"dense": make("positive", dim), "fast": make("positive", dim, "hadamard")}
+        with torch.no_grad():
+            whole = best({name: partial(attention, native, phi, q, k, v, False) for name, phi in maps.items()}, repeats)
+            alone = best({name: project_alone(phi, q) for name, phi in maps.items()}, repeats)
+        r = 3 * math.log2(dim) / dim
+        row = {
+            "dim": dim,
+            "attention": whole["dense"] / whole["fast"],
+            "ceiling": 4 / (2 + 2 * r),
+            "projection": alone["dense"] / alone["fast"],
+        }
+        rows.append(row)
+        print(
+            f"  D{dim:<4d} attention {row['attention']:.2f}x (ceiling {row['ceiling']:.2f}x)"
+            f"   projection alone {row['projection']:.2f}x"
+        )
+    return rows
+
+
+def decode(repeats: int) -> list[Results]:
+    """One token for every head: native, torch, and the time to copy the state."""
+    rows = []
+    print(
+        f"\ndecode step, H{HEADS} D64 M{FEATURES} (targets: 3x torch at batch 1, 2x the copy of the state at batch 16)"
+    )
+    phi = make("hyperbolic", 64)
+    for batch in (1, 16):
+        q, k, v = inputs(200, 64, batch)
+        shape = (batch, HEADS, FEATURES, 64)
+        empty = LinearState.empty(*shape, v, per_key_scale=phi.per_key_scale)
+        with torch.inference_mode():
+            state = native.absorb(phi, k, v, empty, scale=0.125)
+            q1, k1, v1 = (x[:, :, :1].contiguous() for x in (q, k, v))
+            steps: dict[str, Callable[[], object]] = {
+                "native": partial(native.causal, phi, q1, k1, v1, state, scale=0.125),
+                "chunked": partial(chunked.causal, phi, q1, k1, v1, state, scale=0.125),
+                "copy": state.weighted.clone,
+            }
+            times = best(steps, repeats * 50)
+        row: Results = {"batch": batch, **{f"{name}_us": t * 1e6 for name, t in times.items()}}
+        rows.append(row)
+        print(
+            f"  batch {batch:<3d} native {row['native_us']:7.1f} us   torch {row['chunked_us']:7.1f} us"
+            f" ({times['chunked'] / times['native']:.1f}x)   copy {row['copy_us']:6.1f} us"
+            f" ({times['native'] / times['copy']:.1f}x of it)"
+        )
+    return rows
+
+
+def crossover(repeats: int) -> list[Results]:
+    """From which length on the native kernels are faster than torch's softmax attention."""
+    rows = []
+    print(f"\nagainst torch's SDPA, hyperbolic, H{HEADS} D64 M{FEATURES}: SDPA time / native time")
+    phi = make("hyperbolic", 64)
+    for length in (256, 512, 1024, 2048, 4096):
+        q, k, v = inputs(length, 64)
+        row: Results = {"length": length}
+        for causal in (False, True):
+            ours = partial(attention, native, phi, causal=causal)
+            theirs = partial(F.scaled_dot_product_attention, is_causal=causal)
+            with torch.no_grad():
+                plain = best({"ours": partial(ours, q, k, v), "theirs": partial(theirs, q, k, v)}, repeats)
+            both = best({"ours": trained(ours, q, k, v), "theirs": trained(theirs, q, k, v)}, repeats)
+            name = "causal" if causal else "full"
+            row[f"{name}_forward"] = plain["theirs"] / plain["ours"]
+            row[f"{name}_both"] = both["theirs"] / both["ours"]
+        rows.append(row)
+        print(
+            f"  L{length:<6d} forward full {row['full_forward']:5.2f}x causal {row['causal_forward']:5.2f}x"
+            f"   forward+backward full {row['full_both']:5.2f}x causal {row['causal_both']:5.2f}x"
+        )
+    return rows
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def neighbour(length: int, repeats: int) -> Results:
+    """How much a busy process beside it costs."""
+    phi = make("positive", 64)
+    q, k, v = inputs(length, 64)
+    with torch.no_grad():
+        runs: dict[str, Callable[[], object]] = {
+            "native": lambda: attention(native, phi, q, k, v, False),
+            "chunked": lambda: attention(chunked, phi, q, k, v, False),
+        }
+        quiet = best(runs, repeats)
+        busy = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+        busy.start()
+        try:
+            time.sleep(1.0)
+            disturbed = dict.fromkeys(runs, 0.0)
+            for _ in range(repeats):
+                for name, run in runs.items():
+                    start = time.perf_counter()
+                    run()
+                    disturbed[name] += (time.perf_counter() - start) / repeats
+        finally:
+            busy.kill()
+            busy.join()
+    row = {name: disturbed[name] / quiet[name] for name in runs}
+    print(
+        f"\nslowdown beside one busy process (target 2.5x): native {row['native']:.1f}x, chunked {row['chunked']:.1f}x"
+    )
+    return row
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short sequences, few repeats")
+    parser.add_argument("--threads", type=int, help="torch threads; torch's default unless given")
+    parser.add_argument("--only", default="shares,hadamard,decode,crossover,neighbour")
+    parser.add_argument("--json", type=Path, help="write every number there")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    library = native_library.load()
+    length, repeats = (1024, 3) if options.quick else (4096, 10)
+    isa, threads = library.subquad_isa().decode(), torch.get_num_threads()
+    print(f"native kernels: {isa}, {threads} threads, torch {torch.__version__}")
+    measures: dict[str, Callable[[], Any]] = {
+        "shares": lambda: shares(length, repeats),
+        "hadamard": lambda: hadamard(length, repeats),
+        "decode": lambda: decode(repeats),
+        "crossover": lambda: crossover(repeats),
+        "neighbour": lambda: neighbour(length, repeats),
+    }
+    unknown = set(options.only.split(",")) - set(measures)
+    if unknown:
+        parser.error(f"--only: {sorted(unknown)} not known, expected some of {list(measures)}")
+    results: Results = {"isa": isa, "threads": threads}
+    for name in options.only.split(","):
+        results[name] = measures[name]()
+        if options.json:  # after every part, so that an interruption loses nothing
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

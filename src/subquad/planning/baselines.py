@@ -1,0 +1,79 @@
+"""What any approximation must beat: the plain mean of the values, and polynomials of the scores.
+
+    uniform     1/n                                                    no features at all
+    degree-1    (1 + s) e^{xbar.(y - ybar)}                            1 + D features
+    hermite-2   (1 - tau^2/2 + s + s^2/2) e^{xbar.(y - ybar)}          1 + D + D(D+1)/2 features
+
+with s = (x - xbar).(y - ybar), tau_i^2 = (x_i - xbar)^T Cov(y) (x_i - xbar). They have no randomness: their errors are
+computed, not estimated. An error curve of random features without these beside it says little: on flat attention all
+three are better than any number of random features, and on sharp attention a random-feature map can be worse than the
+mean of the values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..features.calibration import Calibration
+from .sampling import Block
+
+__all__ = ["BASELINES", "Means", "means_of", "polynomial_weights", "squared_errors", "uniform_weights"]
+
+BASELINES = ("uniform", "degree-1", "hermite-2")
+
+
+@dataclass(frozen=True)
+class Means:
+    """Centres of scaled queries and keys (D,) and the covariance of the keys (D, D), of one KV head."""
+
+    x: Tensor
+    y: Tensor
+    y_cov: Tensor
+
+
+def means_of(calibration: Calibration, scale: float) -> list[Means]:
+    """Per KV head, in float64, with `scale` split over both sides as the feature maps do."""
+    root = math.sqrt(abs(scale))
+    x = math.copysign(root, scale) * calibration.query_mean.cpu().to(torch.float64)
+    y = root * calibration.key_mean.cpu().to(torch.float64)
+    cov = abs(scale) * calibration.key_cov.cpu().to(torch.float64)
+    return [Means(*parts) for parts in zip(x, y, cov, strict=True)]
+
+
+def _normalised(weights: Tensor, visible: Tensor) -> Tensor:
+    weights = weights.masked_fill(~visible, 0.0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def uniform_weights(block: Block) -> Tensor:
+    """1/n on the n visible keys."""
+    return _normalised(torch.ones_like(block.weights), block.visible)
+
+
+def polynomial_weights(block: Block, means: Means | None, *, degree: int, hermite: bool = False) -> Tensor:
+    """Normalised rows (n, S) of the Taylor mechanism: what `create("taylor", ...)` computes, written out."""
+    if means is None:
+        zero = torch.zeros_like(block.x[0])
+        means = Means(zero, zero, torch.zeros(len(zero), len(zero), dtype=zero.dtype))
+    x, y = block.x - means.x, block.y - means.y
+    s = x @ y.mT
+    values = 1 + s
+    if degree == 2:
+        values = values + s * s / 2
+    if hermite:
+        values = values - ((x @ means.y_cov) * x).sum(-1, keepdim=True) / 2
+    key = (y * means.x).sum(-1)
+    # One shift for all keys of a row cancels; without it a far centre overflows.
+    key = key.expand_as(s).masked_fill(~block.visible, -math.inf)
+    return _normalised(values * torch.exp(key - key.amax(-1, keepdim=True)), block.visible)
+
+
+def squared_errors(block: Block, weights: Tensor) -> tuple[float, float]:
+    """|A' - A|^2 and, where there are values, |A' v - A v|^2 of the rows `weights`."""
+    difference = weights - block.weights
+    out = 0.0 if block.v is None else float((difference @ block.v).square().sum())
+    return float(difference.square().sum()), out

@@ -1,0 +1,283 @@
+"""How long it takes on this machine: a few measured lengths, a curve through them, and how far to trust it.
+
+    linear      t = a + b L          kernelised and windowed mechanisms, and the layers around attention
+    quadratic   t = b L + c L^2      softmax attention and strided patterns
+    power       t = c L^p            mechanisms from outside, of which nothing is known
+
+fitted to relative errors, coefficients not negative. The range given with a time is what the fit says with any one of
+the measured points left out, widened by the spread between runs. Points are measured once per mechanism, shape and
+machine and kept in `costs.json` beside the crossovers; delete it to measure again. Times are of the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..mechanisms import MECHANISMS, create
+from ..mechanisms.base import Mechanism
+from .cache import measurement_key, read_json_table, write_json_table
+
+__all__ = ["CostModel", "Points", "TimeEstimate", "attention_costs", "predict_time"]
+
+FILE = "costs.json"
+LENGTHS = (256, 512, 1024, 2048, 4096)
+ROUNDS = 3
+PATIENCE = 1.0  # seconds of one run beyond which no longer length is measured
+QUADRATIC = ("softmax", "sparse")
+BASES = {"linear": (0, 1), "quadratic": (1, 2)}
+
+Points = dict[int, tuple[float, ...]]  # length -> seconds of each run
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """Seconds, and the range that the measurements allow."""
+
+    seconds: float
+    low: float
+    high: float
+
+    def __add__(self, other: TimeEstimate) -> TimeEstimate:
+        return TimeEstimate(self.seconds + other.seconds, self.low + other.low, self.high + other.high)
+
+    def times(self, factor: float) -> TimeEstimate:
+        """`factor` of these, one after the other."""
+        return TimeEstimate(factor * self.seconds, factor * self.low, factor * self.high)
+
+    def __str__(self) -> str:
+        unit, factor = ("ms", 1e3) if self.seconds < 1 else ("s", 1.0)
+        return f"{factor * self.seconds:.3g} {unit} ({factor * self.low:.3g} to {factor * self.high:.3g})"
+
+
+def _solve(columns: Tensor) -> Tensor:
+    """Coefficients >= 0 with the least squared relative error: `columns` (points, terms), each divided by its time."""
+    ones = torch.ones(len(columns), 1, dtype=torch.float64)
+    best, best_error = torch.zeros(columns.shape[1], dtype=torch.float64), math.inf
+    # Two terms: every choice of terms that are allowed to be there can be tried.
+    for kept in itertools.product((False, True), repeat=columns.shape[1]):
+        if not any(kept):
+            continue
+        mask = torch.tensor(kept)
+        solution = torch.linalg.lstsq(columns[:, mask], ones).solution.squeeze(-1)
+        error = float((columns[:, mask] @ solution - 1).square().sum())
+        if bool((solution >= 0).all()) and error < best_error:
+            best_error = error
+            best = torch.zeros(columns.shape[1], dtype=torch.float64).masked_scatter(mask, solution)
+    return best
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Measured points of one mechanism and the curve through them.
+
+    >>> model = CostModel("linear", {256: (0.003, 0.0031), 1024: (0.009,), 4096: (0.033,)})
+    >>> model.at(8192)
+    TimeEstimate(seconds=0.065..., low=..., high=...)
+    """
+
+    form: str
+    points: Points
+
+    def _fit(self, lengths: Sequence[int]) -> Callable[[float], float]:
+        seconds = torch.tensor([min(self.points[n]) for n in lengths], dtype=torch.float64)
+        size = torch.tensor([float(n) for n in lengths], dtype=torch.float64)
+        if len(lengths) == 1:
+            power = 2.0 if self.form == "quadratic" else 1.0
+            return lambda n: float(seconds[0]) * (n / float(size[0])) ** power
+        if self.form == "power":
+            x, y = torch.log(size), torch.log(seconds)
+            slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
+            start = float(y.mean() - slope * x.mean())
+            return lambda n: math.exp(start + slope * math.log(n))
+        powers = BASES[self.form]
+        terms = _solve(torch.stack([size**p / seconds for p in powers], -1)).tolist()
+        return lambda n: sum(c * n**p for c, p in zip(terms, powers, strict=True))
+
+    @property
+    def spread(self) -> float:
+        """How much slower the usual run was than the best: the median over the points of median / best - 1."""
+        each = sorted(sorted(runs)[len(runs) // 2] / min(runs) - 1.0 for runs in self.points.values())
+        return each[len(each) // 2]
+
+    def at(self, length: int) -> TimeEstimate:
+        """The time at this length."""
+        lengths = sorted(self.points)
+        best = self._fit(lengths)(length)
+        # Near a measured length its own residual is known; far from all of them it is not, and the fit alone speaks.
+        without = [self._fit([n for n in lengths if n != left])(length) for left in lengths] if len(lengths) > 1 else []
+        low, high = min([best, *without]), max([best, *without])
+        return TimeEstimate(best, low / (1.0 + self.spread), high * (1.0 + self.spread))
+
+
+def _form(attend: Mechanism) -> str:
+    if attend.name in QUADRATIC:
+        return "quadratic"
+    return "linear" if MECHANISMS.get(attend.name) is type(attend) else "power"
+
+
+def _run(call: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor], training: bool) -> float:
+    inputs = [x.detach().requires_grad_(training) for x in inputs]
+    start = time.perf_counter()
+    with torch.set_grad_enabled(training):
+        out = call(inputs)
+        if training:
+            out.sum().backward()
+    return time.perf_counter() - start
+
+
+def _measure(
+    calls: Sequence[Callable[[Sequence[Tensor]], Tensor]],
+    make: Callable[[int], Sequence[Tensor]],
+    training: bool,
+) -> list[Points]:
+    """Points of several calls, run in turn so that a busy moment of the machine meets all of them."""
+    points: list[Points] = [{} for _ in calls]
+    waiting = list(range(len(calls)))
+    for length in LENGTHS:
+        inputs = make(length)
+        runs: list[list[float]] = [[] for _ in calls]
+        for turn in range(ROUNDS + 1):
+            for i in waiting:
+                seconds = _run(calls[i], inputs, training)
+                if turn:  # the first round warms up
+                    runs[i].append(seconds)
+        for i in waiting:
+            points[i][length] = tuple(runs[i])
+        waiting = [i for i in waiting if min(runs[i]) < PATIENCE]
+    return points
+
+
+def _stored(value: Any) -> Points | None:
+    try:
+        points = {int(length): tuple(float(s) for s in runs) for length, runs in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return points if points and all(runs and min(runs) > 0 for runs in points.values()) else None
+
+
+def _cached(keys: Sequence[str], measure: Callable[[list[int]], list[Points]]) -> list[Points]:
+    """Points by key, those missing measured together and kept."""
+    table = read_json_table(FILE)
+    found = [_stored(table.get(key)) for key in keys]
+    missing = [i for i, points in enumerate(found) if points is None]
+    if missing:
+        for i, points in zip(missing, measure(missing), strict=True):
+            found[i] = points
+        fresh = {keys[i]: {str(n): list(runs) for n, runs in (found[i] or {}).items()} for i in missing}
+        write_json_table(FILE, {**read_json_table(FILE), **fresh})
+    return [points for points in found if points is not None]
+
+
+def _ready(attend: Mechanism, heads: int) -> Mechanism:
+    """A twin of `attend` with `heads` heads that can run on made-up data: what it costs does not depend on the data."""
+    try:
+        config = attend.config()
+    except TypeError:  # it holds a callable
+        return attend
+    name = config.pop("mechanism")
+    if MECHANISMS.get(name) is not type(attend):
+        return attend
+    made = create(name, **{**config, "heads": heads, "kv_heads": heads})
+    far = getattr(made, "far", made)
+    if getattr(getattr(far, "feature_map", None), "calibration", None) is not None:
+        generator = torch.Generator().manual_seed(0)
+        made.calibrate(*0.5 * torch.randn(2, 1, heads, 4 * made.head_dim, made.head_dim, generator=generator))
+    return made
+
+
+def attention_costs(
+    mechanisms: Sequence[Mechanism], *, heads: int = 8, is_causal: bool = False, training: bool = False
+) -> list[CostModel]:
+    """The cost of each mechanism with `heads` heads of one sequence; measured in turn where it is not known yet."""
+    keys = []
+    for attend in mechanisms:
+        try:
+            config = attend.config()
+        except TypeError:
+            config = {"mechanism": attend.name, "options": repr(attend)}
+        keys.append(measurement_key(config, heads, is_causal, training))
+
+    def measure(missing: list[int]) -> list[Points]:
+        twins = [_ready(mechanisms[i], heads) for i in missing]
+        calls = [lambda x, attend=attend: attend(*x, is_causal=is_causal) for attend in twins]
+        widths = {attend.head_dim for attend in twins}
+        if len(widths) > 1:
+            raise ValueError(f"mechanisms of one comparison must share head_dim, got {sorted(widths)}")
+        width = widths.pop()
+        generator = torch.Generator().manual_seed(0)
+        return _measure(
+            calls, lambda length: list(0.5 * torch.randn(3, 1, heads, length, width, generator=generator)), training
+        )
+
+    points = _cached(keys, measure)
+    return [CostModel(_form(attend), p) for attend, p in zip(mechanisms, points, strict=True)]
+
+
+def _block_cost(dim: int, mlp_ratio: float, training: bool) -> CostModel:
+    """What a transformer layer does besides attention: two norms, four projections, a two-layer MLP."""
+    hidden = round(mlp_ratio * dim)
+
+    def measure(missing: list[int]) -> list[Points]:
+        with torch.random.fork_rng(devices=[]):
+            norms = [nn.LayerNorm(dim) for _ in range(2)]
+            mix, back = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+            up, down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+        def layer(inputs: Sequence[Tensor]) -> Tensor:
+            x = inputs[0]
+            x = x + back(mix(norms[0](x))[..., :dim])
+            return x + down(torch.nn.functional.gelu(up(norms[1](x))))  # type: ignore[no-any-return]
+
+        generator = torch.Generator().manual_seed(0)
+        return _measure([layer], lambda length: [torch.randn(1, length, dim, generator=generator)], training)
+
+    key = measurement_key({"layer": "without attention", "dim": dim, "hidden": hidden}, 1, False, training)
+    return CostModel("linear", _cached([key], measure)[0])
+
+
+def predict_time(
+    mechanism: str | Mechanism,
+    length: int,
+    *,
+    layers: int = 1,
+    heads: int = 8,
+    head_dim: int = 64,
+    batch: int = 1,
+    is_causal: bool = False,
+    training: bool = False,
+    mlp_ratio: float = 4.0,
+    rest_per_token: float | None = None,
+    **options: Any,
+) -> TimeEstimate:
+    """How long a transformer with this mechanism would take at `length`, here, with the range to expect.
+
+        batch x layers x (attention(length) + the rest of a layer(length))
+
+    The rest of a layer is measured as well (norms, projections, an MLP of `mlp_ratio`), or given in seconds per token
+    and layer as `rest_per_token` (0 for attention alone). Embeddings and the output layer are not counted.
+
+    >>> from subquad.planning.cost import predict_time
+    >>> estimate = predict_time("linear", 100_000, heads=1, head_dim=8, layers=2)
+    >>> 0 < estimate.low <= estimate.seconds <= estimate.high
+    True
+    """
+    for argument, value in (("length", length), ("layers", layers), ("heads", heads), ("batch", batch)):
+        checks.check_positive(argument, value)
+    attend = create(mechanism, head_dim, **({} if isinstance(mechanism, Mechanism) else {"heads": heads}), **options)
+    attention = attention_costs([attend], heads=heads, is_causal=is_causal, training=training)[0].at(length)
+    if rest_per_token is None:
+        rest = _block_cost(heads * head_dim, mlp_ratio, training).at(length)
+    elif not math.isfinite(rest_per_token) or rest_per_token < 0:
+        raise ValueError(f"rest_per_token must be seconds per token and layer, 0 or more, got {rest_per_token!r}")
+    else:
+        rest = TimeEstimate(*[rest_per_token * length] * 3)
+    return (attention + rest).times(batch * layers)

@@ -1,0 +1,295 @@
+"""How wrong will it be: the error of a mechanism on given queries and keys, without drawing anything.
+
+    error = |A' - A|_F^2 / |A|_F^2,  A the normalised attention matrix
+
+For values with independent entries of mean 0 it is also the expected relative squared error of the output. Random
+features: the closed form of `covariance.py`, on a sample of rows. Polynomials: computed on the same sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..features.calibration import Calibration
+from ..features.random import ExponentialFeatures, TrigFeatures
+from ..mechanisms import create
+from ..mechanisms.base import Mechanism
+from ..mechanisms.performer import Performer
+from ..mechanisms.taylor import Taylor
+from .baselines import Means, means_of, polynomial_weights, squared_errors, uniform_weights
+from .covariance import Law, RowSums, row_sums
+from .sampling import Block, blocks, pick_keys
+
+__all__ = ["Curve", "Prediction", "calibrated", "error_curve", "predict_error", "refusal"]
+
+POSITIVE_LIMIT = 0.05
+TRIG_LIMIT = 0.2
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted error and how far to trust it.
+
+    error:        |A' - A|^2 / |A|^2 over all heads together; `per_head`: of each query head
+    output_error: the same of the outputs A v, if v was given
+    reliable:     False where the formula is known to break; `reason` says why
+    baselines:    errors of uniform attention, degree 1 and Hermite degree 2 on the same rows (`baselines_output`: of
+                  outputs); an error above "uniform" is worse than the mean of the values
+    method:       "closed form" for random features, "computed" where there is no randomness
+    queries, keys: rows looked at per head, and the most keys per row
+    """
+
+    mechanism: str
+    options: dict[str, Any]
+    error: float
+    per_head: tuple[float, ...]
+    reliable: bool
+    reason: str
+    method: str
+    baselines: dict[str, float]
+    queries: int
+    keys: int
+    output_error: float | None = None
+    baselines_output: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "per_head": list(self.per_head)}
+
+    def __str__(self) -> str:
+        trust = "" if self.reliable else f" (not reliable: {self.reason})"
+        lines = ", ".join(f"{name} {value:.3g}" for name, value in self.baselines.items())
+        return f"{self.mechanism}: error {self.error:.3g}{trust}; {lines}"
+
+
+def refusal(attend: Mechanism) -> str | None:
+    """Why there is no closed form for this mechanism, or None where there is one."""
+    if isinstance(attend, Taylor):
+        return None
+    if not isinstance(attend, Performer):
+        return f"{attend.name} has no closed form for its error"
+    if not isinstance(attend.feature_map, ExponentialFeatures | TrigFeatures):
+        return f"features={attend.features!r} is a kernel of its own, not an estimate of softmax attention"
+    if attend.kernel != "softmax":
+        return f"kernel={attend.kernel!r} is not an estimate of softmax attention"
+    if attend.norms != "chi":
+        return f"norms={attend.norms!r} is biased, and the closed form is of unbiased rows (norms='chi')"
+    if attend.projection == "hadamard" and attend.blocks is not None and attend.blocks < 3:
+        return f"blocks={attend.blocks} Hadamard factors are far from orthogonal rows; the closed form needs 3"
+    return None
+
+
+def calibrated(attend: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Mechanism:
+    """`attend`, calibrated on q and k where it uses calibration."""
+    target = getattr(attend, "far", attend)
+    if getattr(getattr(target, "feature_map", None), "calibration", None) is not None:
+        with torch.no_grad():
+            attend.calibrate(q.detach(), k.detach(), key_mask=key_mask)
+    return attend
+
+
+def _law(attend: Performer, head: int) -> Law:
+    phi = attend.feature_map
+    a = torch.zeros(attend.head_dim, dtype=torch.float64)
+    basis = None
+    if isinstance(phi, ExponentialFeatures) and phi.features in ("oprf", "sderf"):
+        stored = phi.a.detach().cpu().to(torch.float64)
+        a = stored[head if len(stored) > 1 else 0].expand(attend.head_dim)
+        if phi.features == "sderf":
+            basis = phi.basis[head].detach().cpu().to(torch.float64)
+    trig = isinstance(phi, TrigFeatures)
+    paired = trig or (isinstance(phi, ExponentialFeatures) and phi.antithetic)
+    return Law(trig, paired, attend.projection, a, basis)
+
+
+class Curve:
+    """The error of one mechanism on one sample: for random features, at any number of features."""
+
+    def __init__(self, attend: Mechanism, sample: list[Block], scale: float, max_keys: int) -> None:
+        self.attend = attend
+        heads = sorted({block.head for block in sample})
+        self.norm = dict.fromkeys(heads, 0.0)
+        self.norm_out = dict.fromkeys(heads, 0.0)
+        self.fixed = dict.fromkeys(heads, (0.0, 0.0))
+        self.laws: dict[int, Law] = {}
+        self.sums: dict[int, RowSums] = {}
+        means: list[Means] | None = None
+        phi = getattr(attend, "feature_map", None)
+        if getattr(attend, "center", False) or getattr(attend, "hermite", False):
+            means = means_of(phi.calibration, scale)  # type: ignore[union-attr]
+        for block in sample:
+            head = block.head
+            self.norm[head] += float(block.weights.square().sum())
+            if block.v is not None:
+                self.norm_out[head] += float(block.out.square().sum())
+            centre = None if means is None else means[block.kv_head]
+            if isinstance(attend, Taylor):
+                rows = polynomial_weights(block, centre, degree=attend.degree, hermite=attend.hermite)
+                added = squared_errors(block, rows)
+                self.fixed[head] = (self.fixed[head][0] + added[0], self.fixed[head][1] + added[1])
+            else:
+                assert isinstance(attend, Performer)
+                self.laws[head] = _law(attend, block.kv_head)
+                sums = self._random(block, centre, self.laws[head], max_keys)
+                self.sums[head] = self.sums[head] + sums if head in self.sums else sums
+
+    @staticmethod
+    def _random(block: Block, means: Means | None, law: Law, max_keys: int) -> RowSums:
+        index, count = pick_keys(block, max_keys)
+        x, y = block.x, block.y
+        if means is not None:
+            x, y = x - means.x, y - means.y
+        residual = None if block.v is None else block.v[index] - block.out.unsqueeze(1)
+        return row_sums(law, x, y[index], block.weights.gather(1, index), count, residual)
+
+    def at(self, num_features: int | None) -> tuple[float, float, tuple[float, ...]]:
+        """error, output error and the error per head; `num_features` counts for random features only."""
+        squares = self.fixed
+        if self.sums:
+            assert num_features is not None
+            squares = {h: self.sums[h].error(self.laws[h], num_features) for h in self.sums}
+        error = sum(e for e, _ in squares.values()) / sum(self.norm.values())
+        size = sum(self.norm_out.values())
+        out = sum(e for _, e in squares.values()) / size if size > 0 else 0.0
+        return error, out, tuple(e / self.norm[h] for h, (e, _) in squares.items())
+
+    def trust(self, error: float) -> tuple[bool, str]:
+        """Whether the formula holds at this error, and if not, why."""
+        if not self.sums:
+            return True, ""
+        trig = any(law.trig for law in self.laws.values())
+        if trig and not error <= TRIG_LIMIT:
+            return False, (
+                f"trigonometric features above {TRIG_LIMIT}: the normaliser comes close to 0, the true error is larger"
+            )
+        if not trig and not error <= POSITIVE_LIMIT:
+            return False, (
+                f"positive features above {POSITIVE_LIMIT}: a few large pairs carry the variance, "
+                "the true error is usually smaller; measure it, for example with plan()"
+            )
+        return True, ""
+
+
+def error_curve(attend: Mechanism, sample: list[Block], *, scale: float, max_keys: int) -> Curve:
+    """The closed form of a calibrated mechanism on a sample; see `refusal` for what has none."""
+    return Curve(attend, sample, scale, max_keys)
+
+
+def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors of the weights and of the outputs of uniform attention, degree 1 and Hermite degree 2."""
+
+    def rows(block: Block) -> Iterator[tuple[str, Tensor]]:
+        centre = means[block.kv_head]
+        yield "uniform", uniform_weights(block)
+        yield "degree-1", polynomial_weights(block, centre, degree=1)
+        yield "hermite-2", polynomial_weights(block, centre, degree=2, hermite=True)
+
+    norm = sum(float(block.weights.square().sum()) for block in sample)
+    norm_out = sum(float(block.out.square().sum()) for block in sample if block.v is not None)
+    weights: dict[str, float] = {}
+    outs: dict[str, float] = {}
+    for block in sample:
+        for name, approximation in rows(block):
+            error, out = squared_errors(block, approximation)
+            weights[name] = weights.get(name, 0.0) + error / norm
+            if norm_out > 0:
+                outs[name] = outs.get(name, 0.0) + out / norm_out
+    return weights, outs
+
+
+def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> None:
+    """Shapes, and at least one query with one key."""
+    checks.check_attention(
+        q, k, k if v is None else v, head_dim=q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0, heads=None,
+        kv_heads=None,
+    )  # fmt: skip
+    checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        raise ValueError(
+            f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key is expected"
+        )
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
+    if not bool(torch.isfinite(q).all()) or not bool(torch.isfinite(k).all()):
+        raise ValueError("q and k must be finite; they contain NaN or infinity")
+
+
+def predict_error(
+    q: Tensor,
+    k: Tensor,
+    mechanism: str | Mechanism | type[Mechanism] = "performer",
+    *,
+    v: Tensor | None = None,
+    num_features: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    max_queries: int = 64,
+    max_keys: int = 512,
+    **options: Any,
+) -> Prediction:
+    """The error that `mechanism` will make on q (B, Hq, L, D) and k (B, H, S, D), before anything is drawn.
+
+    mechanism:   "performer" with its options (softmax kernel, chi norms), "taylor", or an object of these; a name is
+                 calibrated on q and k where it uses calibration, an object is taken as it is
+    v:           (B, H, S, E): also predict the relative squared error of the output
+    max_queries: rows per head;  max_keys: keys per row that the closed form looks at
+
+    Closed form: see `planning/covariance.py`; within 20 % while the error is below 0.05 (trigonometric: 0.2), and
+    `reliable` says so. The variance is that of Choromanski et al., "Rethinking Attention with Performers", 2021, carried
+    through the normaliser.
+
+    >>> import torch, subquad as sq
+    >>> q, k = 0.3 * torch.randn(2, 1, 2, 200, 64)
+    >>> prediction = sq.predict_error(q, k, "performer", num_features=256)
+    >>> prediction.reliable, 0.01 < prediction.error < 0.04
+    (True, True)
+    >>> sq.predict_error(q, k, "taylor").error < prediction.baselines["uniform"]
+    True
+    """
+    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    checks.check_positive("max_queries", max_queries)
+    checks.check_positive("max_keys", max_keys, least=2)
+    if num_features is not None:
+        options["num_features"] = num_features
+    if isinstance(mechanism, Mechanism):
+        attend = create(mechanism, q.shape[-1], **options)
+        attend.feature_map.check_ready() if isinstance(attend, Performer | Taylor) else None
+    else:
+        if mechanism == "performer":
+            options = {"seed": 0, **options}  # the error does not depend on it, torch's generator is left alone
+        attend = create(mechanism, q.shape[-1], q.shape[1], k.shape[1], **options)
+        calibrated(attend, q, k, key_mask)
+    reason = refusal(attend)
+    if reason is not None:
+        raise ValueError(f"mechanism={attend.name!r}: {reason}. Use plan(), which measures such mechanisms on a sample")
+    number = attend.resolve_scale(scale)
+    sample = list(blocks(q, k, v, scale=number, is_causal=is_causal, key_mask=key_mask, max_queries=max_queries))
+    if not sample:
+        raise ValueError("key_mask leaves no query with a key; at least one real key per sampled sequence is expected")
+    curve = error_curve(attend, sample, scale=number, max_keys=max_keys)
+    error, out, per_head = curve.at(getattr(attend, "num_features", None))
+    reliable, why = curve.trust(error)
+    statistics = Calibration(k.shape[1], k.shape[-1])
+    statistics.update(q.cpu(), k.cpu(), None if key_mask is None else key_mask.cpu())
+    baselines, baselines_out = baseline_errors(sample, means_of(statistics, number))
+    return Prediction(
+        mechanism=attend.name,
+        options={name: value for name, value in options.items() if name != "seed"},
+        error=error,
+        per_head=per_head,
+        reliable=reliable,
+        reason=why,
+        method="closed form" if curve.sums else "computed",
+        baselines=baselines,
+        queries=sum(len(block.x) for block in sample) // len(curve.norm),
+        keys=min(max_keys if curve.sums else sample[0].y.shape[0], sample[0].y.shape[0]),
+        output_error=None if v is None else out,
+        baselines_output=baselines_out,
+    )

@@ -1,0 +1,117 @@
+"""Which rows of an attention matrix to look at, and what is exact about them.
+
+A prediction sums over pairs of keys, so it cannot see all of them. Per query it takes the keys with the largest weights,
+all of them, and an even sample of the rest that counts for the keys left out: where attention is sharp the few keys that
+carry a row are there, where it is flat the rest is. Nothing is random: the same input gives the same sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..features.base import scaled
+
+__all__ = ["Block", "blocks", "evenly", "pick_keys"]
+
+MOST_KEYS = 16384  # beyond this even a row of scores is sampled
+MOST_ROWS = 256  # over all heads: many heads share the work
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries of one head of one sequence against its keys, in float64; n queries, S keys.
+
+    x (n, D), y (S, D): scaled, so that the kernel is e^{x.y};  weights (n, S): exact softmax rows, 0 where not visible
+    v (S, E) or None;  visible (n, S) bool;  head, kv_head: which heads these are
+    """
+
+    head: int
+    kv_head: int
+    x: Tensor
+    y: Tensor
+    v: Tensor | None
+    visible: Tensor
+    weights: Tensor
+
+    @property
+    def out(self) -> Tensor:
+        """The exact output (n, E)."""
+        assert self.v is not None
+        return self.weights @ self.v
+
+
+def evenly(count: int, most: int) -> Tensor:
+    """At most `most` of the indices 0 .. count - 1, evenly spread over the whole.
+
+    >>> evenly(10, 4).tolist(), evenly(3, 4).tolist()
+    ([1, 3, 6, 8], [0, 1, 2])
+    """
+    if count <= most:
+        return torch.arange(count)
+    return ((torch.arange(most, dtype=torch.float64) + 0.5) * (count / most)).long()
+
+
+def blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    max_queries: int,
+) -> Iterator[Block]:
+    """The sample, head by head: at most `max_queries` queries of each head, spread over at most four sequences."""
+    batch, heads, length, _ = q.shape
+    group = heads // k.shape[1]
+    items = evenly(batch, 4).tolist()
+    per_head = max(len(items), min(max_queries, math.ceil(MOST_ROWS / heads)))
+    for head in range(heads):
+        for number, item in enumerate(items):
+            share = per_head // len(items) + (number < per_head % len(items))
+            rows = evenly(length, share)
+            columns = evenly(k.shape[2], MOST_KEYS)
+            visible = torch.ones(len(rows), len(columns), dtype=torch.bool)
+            if is_causal:
+                visible = columns.unsqueeze(0) <= rows.unsqueeze(1)
+            if key_mask is not None:
+                visible = visible & key_mask[item].cpu()[columns].unsqueeze(0)
+            seen = visible.any(1)  # a query without keys has no row to be wrong about
+            rows, visible = rows[seen], visible[seen]
+            if not len(rows):
+                continue
+            kv_head = head // group
+
+            def taken(source: Tensor, at: int, index: Tensor, item: int = item) -> Tensor:
+                return source[item, at].detach().cpu()[index].to(torch.float64)
+
+            x = scaled(taken(q, head, rows), scale, queries=True)
+            y = scaled(taken(k, kv_head, columns), scale, queries=False)
+            weights = torch.softmax((x @ y.mT).masked_fill(~visible, -math.inf), -1)
+            values = None if v is None else taken(v, kv_head, columns)
+            yield Block(head, kv_head, x, y, values, visible, weights)
+
+
+def pick_keys(block: Block, max_keys: int) -> tuple[Tensor, Tensor]:
+    """Indices (n, K) of the keys to look at per query, and for how many keys each of them counts (0: not visible)."""
+    count = block.y.shape[0]
+    if count <= max_keys:
+        index = torch.arange(count).expand(block.x.shape[0], count)
+        return index, block.visible.to(torch.float64)
+    top = max_keys // 2
+    order = block.weights.masked_fill(~block.visible, -1.0).argsort(-1, descending=True, stable=True)
+    left = block.visible.sum(-1, keepdim=True) - top  # visible keys beyond the top ones, which come first in `order`
+    rest = max_keys - top
+    # Evenly along the order of weights: every size of weight is represented.
+    steps = (torch.arange(rest, dtype=torch.float64) + 0.5) / rest
+    few = left <= rest
+    place = torch.where(few, torch.arange(rest), (steps * left.clamp(min=1)).long()) + top
+    counts = torch.where(few, (torch.arange(rest) < left).to(torch.float64), left.to(torch.float64) / rest)
+    index = torch.cat([order[:, :top], order.gather(1, place.clamp(max=count - 1))], 1)
+    multiples = torch.cat([(torch.arange(top) < left + top).to(torch.float64), counts.expand(-1, rest)], 1)
+    return index, multiples

@@ -1,0 +1,277 @@
+"""Clustered attention: K-means against plain loops, row sums, error bounds, masks, and empty clusters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import subquad as sq
+from subquad.mechanisms.kmeans import ClusterDraw, cluster
+
+D = 8
+NAMES = ("clustered", "improved-clustered")
+
+
+def tokens(length, keys=None, batch=2, heads=2, seed=0, width=6, norm=1.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n, d):
+        return norm * torch.randn(batch, heads, n, d, generator=generator, dtype=torch.float64)
+
+    keys = length if keys is None else keys
+    return draw(length, D), draw(keys, D), draw(keys, width)
+
+
+def weights(attn, q, k, **call):
+    """The attention matrix (B, Hq, L, S), read off with unit vectors as values."""
+    return attn(q, k, torch.eye(k.shape[2], dtype=q.dtype).expand(*k.shape[:2], -1, -1), **call)
+
+
+def exact(q, k):
+    return torch.softmax(D**-0.5 * q @ k.mT, -1)
+
+
+def loop_hamming(x, draw, iterations, starts):
+    """K-means in Hamming distance of one sequence, one token at a time; ties go to the first cluster."""
+    codes = [[1 if bit >= 0 else -1 for bit in row] for row in (x @ draw.matrix.to(x.dtype).mT).tolist()]
+    centroids = [codes[start] for start in starts]
+
+    def nearest(code):
+        distance = [sum(a != b for a, b in zip(code, centroid, strict=True)) for centroid in centroids]
+        return distance.index(min(distance))
+
+    for _ in range(iterations):
+        assigned = [nearest(code) for code in codes]
+        for c, centroid in enumerate(centroids):
+            votes = [sum(code[i] for code, a in zip(codes, assigned, strict=True) if a == c) for i in range(draw.rows)]
+            centroids[c] = [(1 if vote > 0 else -1) if vote else old for vote, old in zip(votes, centroid, strict=True)]
+    return [nearest(code) for code in codes]
+
+
+def test_hamming_is_that_of_a_plain_loop():
+    draw = ClusterDraw(clusters=5, bits=9, dim=D, seed=0)
+    x = tokens(60)[0].flatten(0, 1)
+    member = cluster(x, None, draw, clustering="hamming", iterations=4)
+    assert ((member == 0) | (member == 1)).all()
+    assert (member.sum(-2) == 1).all()
+    starts = [int((c + u) * 60 / 5) for c, u in enumerate(draw.starts.tolist())]
+    for sequence, got in zip(x, member.argmax(-2), strict=True):
+        assert got.tolist() == loop_hamming(sequence, draw, 4, starts)
+
+
+def test_lloyd_lowers_the_distortion_and_ends_at_means():
+    draw = ClusterDraw(clusters=6, bits=1, dim=D, seed=0)
+    x = tokens(200)[0].flatten(0, 1)
+    before = float("inf")
+    for iterations in (0, 1, 3, 60):
+        member = cluster(x, None, draw, clustering="lloyd", iterations=iterations)
+        mean = member @ x / member.sum(-1, keepdim=True)
+        distortion = (x - member.mT @ mean).square().sum().item()
+        assert distortion < before
+        before = distortion
+    # Converged: every token is with its nearest mean.
+    assert torch.equal(torch.cdist(x, mean).argmin(-1), member.argmax(-2))
+
+
+def test_lloyd_finds_separate_clouds():
+    centres = 20 * torch.eye(4, D, dtype=torch.float64)
+    label = torch.arange(80) % 4
+    x = (centres[label] + torch.randn(80, D, dtype=torch.float64)).expand(3, -1, -1)
+    # Clouds in blocks, so that every stretch of the sequence starts one cluster.
+    order = label.argsort(stable=True)
+    for clustering in ("lloyd", "hamming"):
+        draw = ClusterDraw(clusters=4, bits=63, dim=D, seed=0)
+        member = cluster(x[:, order], None, draw, clustering=clustering, iterations=10)
+        assert torch.equal(member[0] @ member[0].mT, 20 * torch.eye(4, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("clustering", ["hamming", "lloyd"])
+def test_rows_sum_to_one(name, clustering):
+    attn = sq.create(name, D, 2, clusters=7, clustering=clustering, seed=0)
+    q, k, _ = tokens(90, 70, norm=2.0)
+    mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(0)) > 0.5
+    assert (weights(attn, q, k).sum(-1) - 1).abs().max() < 1e-12
+    masked = weights(attn, q, k, key_mask=mask)
+    assert (masked.sum(-1) - 1).abs().max() < 1e-12
+    assert (masked >= 0).all()
+    assert (masked.masked_select(~mask[:, None, None, :]) == 0).all()
+
+
+@pytest.mark.parametrize("norm", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_improved_is_never_further_from_exact_than_clustered(norm, group_size):
+    violations = rows = 0
+    for seed in range(4):
+        q, k, _ = tokens(96, seed=seed, norm=norm)
+        options = {"clusters": 8, "seed": seed}
+        plain = weights(sq.create("clustered", D, 2, **options), q, k)
+        attn = sq.create("improved-clustered", D, 2, topk=16, group_size=group_size, **options)
+        improved = weights(attn, q, k)
+        want = exact(q, k)
+        a, b = ((x - want).abs().sum(-1) for x in (improved, plain))
+        violations += int((a > b + 1e-12).sum())
+        rows += a.numel()
+        assert a.mean() < 0.98 * b.mean()  # and really better
+    assert rows == 1536
+    assert violations == 0
+
+
+def test_without_the_mass_rows_would_not_be_improved():
+    # Replacing the top weights by the exact softmax on them, without the cluster's mass, breaks row sums and the bound.
+    q, k, _ = tokens(96, norm=2.0)
+    attn = sq.create("improved-clustered", D, 2, clusters=8, topk=16, seed=0)
+    plain = weights(sq.create("clustered", D, 2, clusters=8, seed=0), q, k)
+    chosen = torch.zeros_like(plain).scatter(-1, plain.topk(16).indices, 1.0).bool()
+    inside = torch.softmax((D**-0.5 * q @ k.mT).masked_fill(~chosen, float("-inf")), -1)
+    wrong = torch.where(chosen, inside, plain)
+    assert (wrong.sum(-1) - 1).abs().max() > 0.05
+    right = torch.where(chosen, inside * (plain * chosen).sum(-1, keepdim=True), plain)
+    assert (weights(attn, q, k) - right).abs().max() < 1e-12
+
+
+def test_error_of_clustered_is_within_its_bound():
+    # ||A^c_j - A_i||_2 <= scale |q_i - c_j| ||K||_2 / 2: the Jacobian diag(p) - p p^T of a softmax has norm <= 1/2.
+    for norm in (0.3, 1.0, 4.0):
+        q, k, _ = tokens(80, norm=norm)
+        attn = sq.create("clustered", D, 2, clusters=6, clustering="lloyd", seed=0)
+        member = cluster(q.flatten(0, 1), None, attn.draw, clustering="lloyd", iterations=10)
+        centroid = member @ q.flatten(0, 1) / member.sum(-1, keepdim=True).clamp(min=1)
+        distance = (q.flatten(0, 1) - member.mT @ centroid).norm(dim=-1).view(2, 2, 80)
+        error = (weights(attn, q, k) - exact(q, k)).norm(dim=-1)
+        bound = D**-0.5 * distance * torch.linalg.matrix_norm(k, 2).unsqueeze(-1) / 2
+        assert (error <= bound + 1e-12).all()
+    # The constant cannot be lowered: two keys, queries around the point where both weigh the same.
+    k = torch.tensor([[[[1.0], [-1.0]]]], dtype=torch.float64)
+    q = torch.tensor([[[[1e-4], [-1e-4]]]], dtype=torch.float64)
+    attn = sq.create("clustered", 1, 1, clusters=1, seed=0)
+    error = (weights(attn, q, k, scale=1.0) - torch.softmax(q @ k.mT, -1)).norm(dim=-1)
+    assert (error / (1e-4 * 2**0.5 / 2) > 0.999).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("clustering", ["hamming", "lloyd"])
+@pytest.mark.parametrize("length", [1, 2, 7, 20])
+def test_a_cluster_per_query_is_exact_softmax(name, clustering, length):
+    # Fewer tokens than clusters: the others stay empty.
+    attn = sq.create(name, D, 2, clusters=20, bits=63, clustering=clustering, seed=0)
+    q, k, v = tokens(length, 30)
+    assert (attn(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-12
+
+
+def test_all_keys_chosen_is_exact_softmax():
+    q, k, v = tokens(60, 32)
+    for options in ({"topk": 32}, {"topk": 64}, {"topk": 35, "group_size": 7}):
+        attn = sq.create("improved-clustered", D, 2, clusters=3, seed=0, **options)
+        assert (attn(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_queries_leave_clusters_empty(name):
+    q, k, v = tokens(40)
+    q = q[:, :, :1].expand_as(q).clone().requires_grad_()
+    out = sq.create(name, D, 2, clusters=9, seed=0)(q, k, v)
+    assert (out - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-12
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("clustering", ["hamming", "lloyd"])
+def test_a_mask_that_empties_a_cluster(name, clustering):
+    attn = sq.create(name, D, 2, clusters=4, clustering=clustering, seed=0)
+    q, k, v = tokens(60)
+    member = cluster(q.flatten(0, 1), None, attn.draw, clustering=clustering, iterations=10).view(2, 2, 4, 60)
+    keep = member[:, 0, 1] == 0  # the queries of one cluster of head 0 are gone
+    out = attn(q, k, v, query_mask=keep)
+    assert out.isfinite().all()
+    assert (out.masked_select(~keep[:, None, :, None]) == 0).all()
+    for b in range(2):
+        alone = attn(q[b : b + 1, :, keep[b]], k[b : b + 1], v[b : b + 1])
+        assert (out[b : b + 1, :, keep[b]] - alone).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_queries_have_no_influence(name):
+    attn = sq.create(name, D, 2, clusters=4, seed=0)
+    q, k, v = tokens(50)
+    mask = torch.rand(2, 50, generator=torch.Generator().manual_seed(1)) > 0.4
+    garbage = torch.where(mask[:, None, :, None], q, 1e3 * torch.randn_like(q))
+    want = attn(q, k, v, query_mask=mask)
+    assert torch.equal(attn(garbage, k, v, query_mask=mask), want)
+    # Without the mask they move the centroids of the others.
+    moved = (attn(garbage, k, v) - want).masked_select(mask[:, None, :, None])
+    assert moved.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_on_either_side_changes_nothing(name, group_size, left):
+    options = {"topk": 8, "group_size": group_size} if name == "improved-clustered" else {}
+    attn = sq.create(name, D, 2, clusters=4, seed=0, **options)
+    q, k, v = tokens(50)
+    pad = (0, 0, 23, 0) if left else (0, 0, 0, 23)
+    padded = [F.pad(x, pad, value=7.0) for x in (q, k, v)]
+    mask = F.pad(torch.ones(2, 50, dtype=torch.bool), pad[2:], value=False)
+    out = attn(*padded, key_mask=mask, query_mask=mask)
+    real = out[:, :, 23:] if left else out[:, :, :50]
+    assert (real - attn(q, k, v)).abs().max() < 1e-12
+
+
+def test_masks_come_before_the_choice_of_keys():
+    # A masked key with the largest score must not take a place among the top keys.
+    attn = sq.create("improved-clustered", D, 1, clusters=1, topk=2, seed=0)
+    q, k, v = tokens(6, 12, batch=1, heads=1)
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    mask[0, :4] = False
+    k[:, :, :4] = 10 * q.mean(-2, keepdim=True)
+    got = attn(q, k, v, key_mask=mask)
+    assert (got - attn(q, k[:, :, 4:], v[:, :, 4:])).abs().max() < 1e-12
+    scores = q.mean(-2, keepdim=True) @ k.mT
+    late = scores.topk(2).indices  # what choosing first would recompute: masked keys only
+    assert not mask[0, late.flatten()].any()
+
+
+def test_groups_are_chosen_by_their_joint_mass_also_where_it_underflows():
+    attn = sq.create("improved-clustered", D, 1, clusters=1, topk=2, group_size=2, seed=0)
+    level = torch.tensor([0.9, 0.9, -9.0, -9.0, 1.0, -9.0, -500.0, -600.0, -400.0, -700.0])
+    scores = level[None, None, None]
+    chosen, hidden = attn._top(scores, torch.softmax(scores, -1), None)
+    assert sorted(chosen.flatten().tolist()) == [0, 1]  # e^.9 + e^.9 > e^1 + e^-9, though key 4 is the largest
+    assert not hidden.any()
+    # Of groups whose mass has underflowed to 0 the one with the larger key is taken, not just any.
+    chosen, _ = sq.create("improved-clustered", D, 1, clusters=1, topk=8, group_size=2)._top(
+        scores, torch.softmax(scores, -1), None
+    )
+    assert sorted(chosen.flatten().tolist()) == [0, 1, 2, 3, 4, 5, 8, 9]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_causal_is_refused_because_centroids_see_the_future(name):
+    attn = sq.create(name, D, 2, clusters=4, seed=0)
+    q, k, v = tokens(40)
+    with pytest.raises(ValueError, match="cannot be causal: a centroid is a mean over queries of the whole sequence"):
+        attn(q, k, v, is_causal=True)
+    # It does: a later query changes an earlier row although keys and values stay the same.
+    later = q.clone()
+    later[:, :, -8:] += 2
+    assert (attn(q, k, v) - attn(later, k, v))[:, :, :-8].abs().max() > 1e-3
+    assert name not in sq.list_mechanisms(causal=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"clusters": 0}, ValueError, "clusters must be at least 1"),
+        ({"clusters": 2.0}, TypeError, "clusters must be an integer"),
+        ({"bits": 0}, ValueError, "bits must be at least 1"),
+        ({"iterations": -1}, ValueError, "iterations must be at least 0"),
+        ({"clustering": "loyd"}, ValueError, "clustering='loyd' is not known.*did you mean 'lloyd'"),
+        ({"topk": 0}, ValueError, "topk must be at least 1"),
+        ({"topk": 10, "group_size": 4}, ValueError, "topk=10 must be a multiple of group_size=4; use topk=12"),
+        ({"clusters": 1 << 20, "bits": 63}, ValueError, r"must be below 2\*\*24"),
+    ],
+)
+def test_wrong_options(options, kind, message):
+    with pytest.raises(kind, match=message):
+        sq.create("improved-clustered", D, **options)

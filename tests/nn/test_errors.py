@@ -1,0 +1,115 @@
+"""Bad input to models: the argument, what was given, what to do; and nothing is half-done."""
+
+import pytest
+import torch
+
+import subquad as sq
+
+
+def test_tokens(decoder, tokens):
+    model = decoder("linear")
+    for call in (model, model.scan):
+        with pytest.raises(ValueError, match=r"tokens is empty .*give at least one token"):
+            call(torch.zeros(1, 0, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"tokens holds the id 19, but ids go from 0 to vocab-1 = 18"):
+            call(torch.tensor([[3, 19]]))
+        with pytest.raises(ValueError, match="tokens holds the id -1"):
+            call(torch.tensor([[3, -1]]))
+        with pytest.raises(TypeError, match="int64 or int32, got torch.float32"):
+            call(torch.zeros(1, 4))
+        with pytest.raises(ValueError, match=r"tokens.unsqueeze\(0\)"):
+            call(torch.zeros(4, dtype=torch.int64))
+        with pytest.raises(TypeError, match=r"torch.tensor\(tokens\)"):
+            call([[1, 2]])
+        with pytest.raises(TypeError, match="key_mask must be bool"):
+            call(tokens(1, 3), key_mask=torch.ones(1, 3))
+        with pytest.raises(ValueError, match=r"key_mask must have shape \(batch, length\) = \(1, 3\)"):
+            call(tokens(1, 3), key_mask=torch.ones(1, 4, dtype=torch.bool))
+        call(tokens(1, 3).int())
+
+
+def test_floats_where_there_is_no_vocabulary():
+    model = sq.nn.TransformerEncoder(1, 2, 16, "linear")
+    with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\), got shape \(1, 3, 8\)"):
+        model(torch.randn(1, 3, 8))
+    with pytest.raises(TypeError, match="x must be floating-point, got torch.int64; embed token ids first"):
+        model(torch.zeros(1, 3, 16, dtype=torch.int64))
+    with pytest.raises(ValueError, match="x is empty"):
+        model(torch.randn(1, 0, 16))
+
+
+def test_more_positions_than_were_learned(decoder, tokens):
+    model = decoder("linear", positions="learned", max_length=6)
+    message = r"the sequence reaches 7 positions, but only max_length=6 are learned"
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 7))
+    with pytest.raises(ValueError, match=message):
+        model.scan(tokens(1, 7))
+    _, states = model.scan(tokens(1, 6))
+    with pytest.raises(ValueError, match=message):
+        model.scan(tokens(1, 1), states)
+    with pytest.raises(ValueError, match=message):
+        model.generate(tokens(1, 4), 4)
+    # Padding takes no position.
+    model(tokens(1, 9), key_mask=torch.arange(9)[None] >= 3)
+
+
+def test_states_of_another_model(decoder, tokens):
+    model, ids = decoder("linear"), tokens(2, 4)
+    _, states = model.scan(ids)
+    for other in (
+        decoder("linear", seed=6),
+        decoder("linear", dim=32),
+        decoder("softmax"),
+        decoder("linear", layers=1),
+    ):
+        with pytest.raises(ValueError, match="states were made by .* only be continued by the model that made it"):
+            other.scan(ids, states)
+    with pytest.raises(TypeError, match="states must be a ModelState .* got list"):
+        model.scan(ids, [states])
+    with pytest.raises(ValueError, match=r"states hold 2 sequences, the tokens given 1; use states.select"):
+        model.scan(ids[:1], states)
+    with pytest.raises(ValueError, match="start=3 is where a new sequence begins"):
+        model.scan(ids, states, start=3)
+    random = decoder("performer")
+    _, states = random.scan(ids)
+    random.redraw()
+    with pytest.raises(ValueError, match="can only be continued by the mechanism, draw and scale"):
+        random.scan(ids, states)
+
+
+def test_models_without_a_recurrent_form_say_so(decoder, tokens):
+    with pytest.raises(NotImplementedError, match="lsh has no recurrent form"):
+        decoder(["linear", "lsh"]).scan(tokens(1, 4))
+    with pytest.raises(ValueError, match="linformer cannot be causal"):
+        sq.nn.TransformerEncoder(1, 2, 16, "linformer")(torch.randn(1, 4, 16), is_causal=True)
+
+
+def test_memory(decoder, tokens):
+    model, crossed = decoder("linear"), sq.nn.TransformerDecoder(1, 2, 16, 19, "linear", cross_mechanism="linear")
+    with pytest.raises(ValueError, match="memory was given, but the model has no attention to one"):
+        model(tokens(1, 3), memory=torch.randn(1, 4, 16))
+    with pytest.raises(ValueError, match="memory is needed"):
+        crossed(tokens(1, 3))
+    with pytest.raises(ValueError, match="begin with absorb_memory"):
+        crossed.scan(tokens(1, 3))
+    with pytest.raises(ValueError, match="build it with cross_mechanism="):
+        model.absorb_memory(torch.randn(1, 4, 16))
+    with pytest.raises(ValueError, match="segment_ids and memory cannot be combined"):
+        crossed(tokens(1, 3), memory=torch.randn(1, 4, 16), segment_ids=torch.zeros(1, 3, dtype=torch.int64))
+    for name in ("nystrom", "local", "clustered"):
+        with pytest.raises(ValueError, match=f"cross_mechanism='{name}' cannot read a memory token by token"):
+            sq.nn.TransformerDecoder(1, 2, 16, 19, "linear", cross_mechanism=name)
+
+
+def test_a_checkpoint_with_wrong_keys_changes_nothing(decoder):
+    model = decoder("performer")
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    wrong = {name: x + 1 for name, x in before.items()}
+    wrong["extra"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match="extra"):
+        model.load_state_dict(wrong)
+    missing = dict(before)
+    del missing["head.weight"]
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        model.load_state_dict(missing)
