@@ -13,11 +13,15 @@ True
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .mechanisms import Mechanism, attention, create, describe, list_mechanisms
 from .state import merge
+
+if TYPE_CHECKING:
+    from .planning.choice import plan
+    from .planning.prediction import predict_error
 
 __all__ = [
     "Mechanism",
@@ -27,15 +31,21 @@ __all__ = [
     "describe",
     "list_mechanisms",
     "merge",
+    "plan",
+    "predict_error",
 ]
 
 # Rooms that need extras or time to load: imported on first use.
 _ROOMS = ("lab", "nn")
+# Functions that most programs never call: their modules are imported on first use.
+_LATER = {"plan": "planning.choice", "predict_error": "planning.prediction"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,16 @@ from torch.utils import _pytree as pytree
 from .checks import describe_shape
 from .features.base import Features, exp_, weigh
 
-__all__ = ["LinearState", "check_same", "finite", "merge", "register_state", "safe_divide"]
+__all__ = [
+    "LinearState",
+    "Partial",
+    "check_same",
+    "finite",
+    "join",
+    "merge",
+    "register_state",
+    "safe_divide",
+]
 
 
 def finite(shift: Tensor) -> Tensor:
@@ -39,6 +48,40 @@ def safe_divide(numerator: Tensor, normaliser: Tensor) -> Tensor:
     empty = normaliser == 0
     divided = numerator / torch.where(empty, torch.ones_like(normaliser), normaliser).unsqueeze(-1)
     return divided.masked_fill(empty.unsqueeze(-1), 0.0)
+
+
+class Partial(NamedTuple):
+    """Attention of some rows over some keys, before it is normalised.
+
+    numerator:  (..., L, E)  sum_j A_ij v_j e^{-shift_i}
+    normaliser: (..., L)     sum_j A_ij e^{-shift_i}
+    shift:      (..., L)     about the largest log weight of the row, -inf where there is none; a constant for gradients
+    """
+
+    numerator: Tensor
+    normaliser: Tensor
+    shift: Tensor
+
+    def finish(self) -> Tensor:
+        """numerator / normaliser, and 0 where no key is visible."""
+        return safe_divide(self.numerator, self.normaliser)
+
+
+def join(a: Partial, b: Partial) -> Partial:
+    """The same rows over the keys of `a` and of `b`, which must not overlap.
+
+    >>> one = Partial(torch.tensor([[2.0]]), torch.tensor([1.0]), torch.tensor([0.0]))
+    >>> other = Partial(torch.tensor([[4.0]]), torch.tensor([1.0]), torch.tensor([0.0]))
+    >>> join(one, other).finish()
+    tensor([[3.]])
+    """
+    shift = torch.maximum(a.shift, b.shift)
+    mine, theirs = torch.exp(a.shift - finite(shift)), torch.exp(b.shift - finite(shift))
+    return Partial(
+        a.numerator * mine.unsqueeze(-1) + b.numerator * theirs.unsqueeze(-1),
+        a.normaliser * mine + b.normaliser * theirs,
+        shift,
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +147,7 @@ class LinearState:
             normaliser = torch.addcmul(normaliser, self.normaliser, rho)
         return LinearState(weighted, normaliser, log_max, self.count + count, self.origin)
 
-    def partial(self, queries: Features) -> tuple[Tensor, Tensor, Tensor]:
+    def partial(self, queries: Features) -> Partial:
         """Numerator (B,H,L,E), normaliser (B,H,L) and the log shift (B,H,L) both were divided by, per query."""
         log_max = self.log_max.unsqueeze(-2)
         if queries.log_scale is None and log_max.shape[-1] == 1:
@@ -119,12 +162,11 @@ class LinearState:
         numerator = weights @ self.weighted
         # A product and a sum: matrix-vector products in batches are several times slower.
         normaliser = (weights * self.normaliser.unsqueeze(-2)).sum(-1)
-        return numerator, normaliser, row_max.squeeze(-1)
+        return Partial(numerator, normaliser, row_max.squeeze(-1))
 
     def read(self, queries: Features) -> Tensor:
         """out (B, H, L, E) for query features (B, H, L, M): every absorbed key is visible to every query."""
-        numerator, normaliser, _ = self.partial(queries)
-        return safe_divide(numerator, normaliser)
+        return self.partial(queries).finish()
 
     def merge(self, later: LinearState) -> LinearState:
         """The state of this context followed by `later`'s."""

@@ -27,6 +27,16 @@ def test_tiny_lengths(case, length):
         assert (out - attn(q, k, v, is_causal=is_causal, backend="reference")).abs().sum() <= 1e-10
 
 
+def test_an_empty_batch(first_case):
+    attn, inputs = first_case.make(), first_case.inputs(batch=0, length=5)
+    for is_causal in first_case.causal_modes:
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        out = attn(q, k, v, is_causal=is_causal)
+        assert out.shape == (0, 2, 5, 6)
+        out.sum().backward()
+        assert all(x.grad.shape == x.shape for x in (q, k, v))
+
+
 def test_no_keys_give_zero(case):
     attn, (q, k, v) = case.make(), case.inputs(length=4, keys=0)
     if not attn.cross:

@@ -197,10 +197,12 @@ def test_refusals_say_why() -> None:
 
 def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SUBQUAD_NATIVE_LIBRARY", "/nowhere/libsubquad_native.so")
-    native_library._open.cache_clear()
-    try:
-        with pytest.raises(RuntimeError, match="nowhere"):
-            native_library.load()
-    finally:
-        monkeypatch.undo()
-        native_library._open.cache_clear()
+    monkeypatch.setattr(native_library, "_found", {})
+    with pytest.raises(RuntimeError, match="nowhere"):
+        native_library.load()
+    assert "nowhere" in native.refusal(make_map("elu", 4, 4, heads=1), torch.zeros(1, 1, 1, 4))
+    monkeypatch.delenv("SUBQUAD_NATIVE_LIBRARY")
+    monkeypatch.setattr(native_library, "_found", {})
+    monkeypatch.setattr(native_library, "_candidates", list)
+    with pytest.raises(RuntimeError, match="compiler"):
+        native_library.load()

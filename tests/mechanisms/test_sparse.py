@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad as sq
-from subquad.mechanisms.windows import dense_partial, join
+from subquad.mechanisms.windows import dense_partial
+from subquad.state import join
 
 
 def _inputs(length, batch=1, heads=1, width=8):

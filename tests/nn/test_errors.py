@@ -15,7 +15,7 @@ def test_tokens(decoder, tokens):
             call(torch.tensor([[3, 19]]))
         with pytest.raises(ValueError, match="tokens holds the id -1"):
             call(torch.tensor([[3, -1]]))
-        with pytest.raises(TypeError, match="int64 or int32, got torch.float32"):
+        with pytest.raises(TypeError, match=r"int64 or int32, got torch\.float32"):
             call(torch.zeros(1, 4))
         with pytest.raises(ValueError, match=r"tokens.unsqueeze\(0\)"):
             call(torch.zeros(4, dtype=torch.int64))
@@ -32,7 +32,7 @@ def test_floats_where_there_is_no_vocabulary():
     model = sq.nn.TransformerEncoder(1, 2, 16, "linear")
     with pytest.raises(ValueError, match=r"x must have shape \(batch, length, 16\), got shape \(1, 3, 8\)"):
         model(torch.randn(1, 3, 8))
-    with pytest.raises(TypeError, match="x must be floating-point, got torch.int64; embed token ids first"):
+    with pytest.raises(TypeError, match=r"x must be floating-point, got torch\.int64; embed token ids first"):
         model(torch.zeros(1, 3, 16, dtype=torch.int64))
     with pytest.raises(ValueError, match="x is empty"):
         model(torch.randn(1, 0, 16))
@@ -63,9 +63,9 @@ def test_states_of_another_model(decoder, tokens):
         decoder("softmax"),
         decoder("linear", layers=1),
     ):
-        with pytest.raises(ValueError, match="states were made by .* only be continued by the model that made it"):
+        with pytest.raises(ValueError, match=r"states were made by .* only be continued by the model that made it"):
             other.scan(ids, states)
-    with pytest.raises(TypeError, match="states must be a ModelState .* got list"):
+    with pytest.raises(TypeError, match=r"states must be a ModelState .* got list"):
         model.scan(ids, [states])
     with pytest.raises(ValueError, match=r"states hold 2 sequences, the tokens given 1; use states.select"):
         model.scan(ids[:1], states)

@@ -10,7 +10,9 @@ LENGTHS = ((5, 1, 9), (15,), (2, 7, 3))
 
 
 def packed():
-    ids = torch.tensor([sum(([7 * i] * n for i, n in enumerate(row)), []) + [99] * (15 - sum(row)) for row in LENGTHS])
+    ids = torch.full((3, 15), 99)
+    for number, (i, begin, end) in enumerate(segments()):
+        ids[i, begin:end] = 7 * number
     mask = torch.tensor([[j < sum(row) for j in range(15)] for row in LENGTHS])
     return ids, mask
 
@@ -74,7 +76,7 @@ def test_segments_without_padding_and_one_that_fills_a_row(decoder, tokens):
 
 def test_uneven_segments_are_not_padded_to_the_longest():
     lengths = [40] + [1] * 30 + [2] * 5
-    ids = torch.tensor([sum(([i] * n for i, n in enumerate(lengths)), [])])
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     work = []
 
     def run(x, mask):

@@ -184,4 +184,7 @@ def test_an_object_is_accepted_and_copied_per_layer(decoder, tokens):
     assert first is given and second is not given and second.seed == 2
     model.redraw()
     assert [m.feature_map.projection.draw_key()[1] for m in model.mechanisms()] == [1, 1]
+    far = sq.create("performer", head_dim=8, num_features=16, seed=2)
+    hybrids = decoder({"mechanism": "hybrid", "far": far}).mechanisms()
+    assert hybrids[0].far is far and hybrids[1].far is not far
     assert model(tokens(1, 5)).shape == (1, 5, 19)

@@ -10,8 +10,17 @@ import subquad as sq
 from subquad.nn import RedrawSchedule
 
 
-def test_compiles_without_graph_breaks(each_causal, decoder, tokens):
-    model, ids = decoder(each_causal), tokens(2, 12)
+@pytest.mark.parametrize("mechanism", ["performer", "softmax"])
+def test_compiles_without_graph_breaks(mechanism, decoder, tokens):
+    assert_compiles(decoder(mechanism), tokens(2, 12))
+
+
+@pytest.mark.deep  # tracing takes seconds; the contract tests compile each mechanism by itself in any case
+def test_compiles_with_every_mechanism(each_causal, decoder, tokens):
+    assert_compiles(decoder(each_causal, layers=1), tokens(2, 12))
+
+
+def assert_compiles(model, ids):
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     got, want = compiled(ids), model(ids)
@@ -172,3 +181,22 @@ def test_a_model_learns_to_copy(mechanism):
         optimizer.step()
     assert loss < 0.1
     assert torch.equal(model.generate(half, 6, temperature=0), half)
+
+
+def test_redraws_are_the_same_on_every_rank(decoder):
+    """Whatever each process has drawn from its own generator in between."""
+    one, other = decoder(["performer", "hybrid"]), decoder(["performer", "hybrid"])
+    first = one.state_dict()["blocks.0.attention.mechanism.feature_map.projection.seed"].clone()
+    for model, drawn in ((one, 3), (other, 11)):
+        torch.manual_seed(drawn)
+        schedule = RedrawSchedule(model, every=2)
+        for _ in range(4):
+            torch.rand(drawn)
+            schedule.step()
+    random = [name for name in one.state_dict() if ".projection." in name]
+    assert len(random) >= 4
+    for name in random:
+        assert torch.equal(one.state_dict()[name], other.state_dict()[name])
+    assert torch.equal(one.state_dict()["blocks.0.attention.mechanism.feature_map.projection.seed"], first)
+    draws = [x for name, x in one.state_dict().items() if name.endswith(".draws")]
+    assert [int(x) for x in draws] == [2, 2]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.base import FeatureMap, Features, exp_, weigh
-from ..state import LinearState, finite, safe_divide
+from ..state import LinearState, Partial, finite, join, safe_divide
 from .checkpointing import Carry, scan_chunks, tracing
 
 __all__ = ["absorb", "causal", "default_chunk", "exact_causal", "full", "read", "shared_shift"]
@@ -120,7 +120,7 @@ def read(
     _, out = scan_chunks(step, state.tensors, (rows,), constants, size, checkpoint=not feature_map.hidden_parameters)
     if out is None:
         return state.weighted.new_zeros((batch, heads, length, state.weighted.shape[-1]))
-    return out.reshape(batch, heads, length, -1)
+    return out.reshape(batch, heads, length, out.shape[-1])
 
 
 def full(
@@ -208,9 +208,6 @@ def _sound(out: Tensor, normaliser: Tensor, scaled: bool, seen: Tensor, mask: Te
         return not bool(lost.any())
 
 
-Partial = tuple[Tensor, Tensor, Tensor]  # numerator (..., L, E), normaliser (..., L), the log shift of both (..., L)
-
-
 def shared_shift(
     queries: Features, keys: Features, v: Tensor, state: LinearState, groups: int, *, strict: bool = False
 ) -> tuple[LinearState, Partial]:
@@ -266,9 +263,7 @@ def shared_shift(
     scores = torch.bmm(query_blocks, key_blocks.transpose(1, 2))
     visible = torch.ones(block, block, dtype=scores.dtype, device=scores.device).tril_(-1 if strict else 0)
     scores = (scores.view(flat, groups, block, block) * visible).view(flat, groups * block, block)
-    numerator = torch.baddbmm(
-        torch.bmm(scores, value_blocks), query_blocks, before
-    )
+    numerator = torch.baddbmm(torch.bmm(scores, value_blocks), query_blocks, before)
     rows = scores.sum(-1) + (query_blocks * totals.narrow(2, 0, blocks).reshape(flat, 1, count)).sum(-1)
 
     def unblocked(x: Tensor) -> Tensor:
@@ -281,15 +276,7 @@ def shared_shift(
 
     after = LinearState(states[-1], totals.select(2, -1), log_max, state.count, state.origin)
     shift = shift.expand(batch, heads, groups * tokens).reshape(batch, heads, groups, tokens)
-    return after, (unblocked(numerator), unblocked(rows.unsqueeze(-1)).squeeze(-1), shift)
-
-
-def _joined(a: Partial, b: Partial) -> Partial:
-    """Two partial attentions of the same rows over different keys, brought to the larger of their shifts."""
-    shift = torch.maximum(a[2], b[2])
-    mine, theirs = torch.exp(a[2] - finite(shift)), torch.exp(b[2] - finite(shift))
-    numerator = a[0] * mine.unsqueeze(-1) + b[0] * theirs.unsqueeze(-1)
-    return numerator, a[1] * mine + b[1] * theirs, shift
+    return after, Partial(unblocked(numerator), unblocked(rows.unsqueeze(-1)).squeeze(-1), shift)
 
 
 def exact_causal(
@@ -327,12 +314,12 @@ def exact_causal(
         shift = shifted.detach().amax(-1, keepdim=True)
         query_weights = weigh(Features(qv, shifted), -finite(shift))
         scores = query_weights @ key_weights.transpose(-1, -2)
-        return scores @ v, scores.sum(-1), shift.squeeze(-1).expand(scores.shape[:-1])
+        return Partial(scores @ v, scores.sum(-1), shift.squeeze(-1).expand(scores.shape[:-1]))
 
     numerator, normaliser, shift = state.partial(queries)
     rows = (batch, heads, groups, tokens)
     spare = length - tokens
-    total: Partial = (
+    total = Partial(
         F.pad(numerator.reshape(*rows, width), (0, 0, 0, spare)),
         F.pad(normaliser.reshape(rows), (0, spare)),
         F.pad(shift.reshape(rows), (0, spare), value=float("-inf")),
@@ -343,7 +330,7 @@ def exact_causal(
 
     if not strict:
         own = attend(single(q_values), single(q_log), single(k_values), k_log.unsqueeze(-2), values.unsqueeze(-2))
-        total = _joined(total, (own[0].squeeze(-2), own[1].squeeze(-1), own[2].squeeze(-1)))
+        total = join(total, Partial(own[0].squeeze(-2), own[1].squeeze(-1), own[2].squeeze(-1)))
     size = 1
     while size < length:
 
@@ -354,9 +341,7 @@ def exact_causal(
         assert left_log is not None and left_values is not None
         part = attend(halves(q_values, 1), halves(q_log, 1), halves(k_values, 0), left_log, left_values)
         split = [x.unflatten(3, (-1, 2, size)) for x in total]
-        right = _joined((split[0].select(4, 1), split[1].select(4, 1), split[2].select(4, 1)), part)
-        total = tuple(  # type: ignore[assignment]
-            torch.stack([x.select(4, 0), y], 4).flatten(3, 5) for x, y in zip(split, right, strict=True)
-        )
+        right = join(Partial(*(x.select(4, 1) for x in split)), part)
+        total = Partial(*(torch.stack([x.select(4, 0), y], 4).flatten(3, 5) for x, y in zip(split, right, strict=True)))
         size *= 2
-    return total[0].narrow(-2, 0, tokens), total[1].narrow(-1, 0, tokens), total[2].narrow(-1, 0, tokens)
+    return Partial(*(x.narrow(3, 0, tokens) for x in total))

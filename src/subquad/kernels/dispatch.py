@@ -16,11 +16,11 @@ from torch import Tensor
 from .. import checks
 from ..features.base import FeatureMap
 from ..state import LinearState
-from . import chunked, reference
+from . import chunked, native, reference
 
 __all__ = ["BACKENDS", "absorb", "causal", "choose_backend", "full", "read"]
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked}
+BACKENDS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked, "native": native}
 
 
 def full_precision(x: Tensor) -> AbstractContextManager[Any]:
@@ -31,11 +31,28 @@ def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def choose_backend(backend: str | None, feature_map: FeatureMap, *tensors: Tensor) -> ModuleType:
+def choose_backend(
+    backend: str | None,
+    feature_map: FeatureMap,
+    *tensors: Tensor,
+    normalise: bool = True,
+    chunk_size: int | None = None,
+) -> ModuleType:
     """The module that will compute: the named one, or the fastest that supports these tensors."""
     if backend is None:
+        # Who asks for chunks of a size gets the backend that has them: the native kernels choose their own.
+        if (
+            chunk_size is None
+            and native.fused(feature_map)
+            and not native.refusal(feature_map, *tensors, normalise=normalise)
+        ):
+            return native
         return chunked
     checks.check_option("backend", backend, BACKENDS)
+    if backend == "native":
+        reason = native.refusal(feature_map, *tensors, normalise=normalise)
+        if reason:
+            raise ValueError(f"backend='native' cannot take this call: {reason}. Use backend=None or 'chunked'")
     return BACKENDS[backend]
 
 
@@ -60,7 +77,7 @@ def full(
 ) -> Tensor:
     """out (B, Hq, L, E): every query sees the state and every key."""
     _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, k, v)
+    module = choose_backend(backend, feature_map, q, k, v, normalise=normalise, chunk_size=chunk_size)
     with full_precision(q):
         out: Tensor = module.full(
             feature_map,
@@ -91,7 +108,7 @@ def causal(
 ) -> tuple[Tensor, LinearState]:
     """out (B, Hq, L, E) and the state after the last token; token i sees the state and tokens 0..i."""
     _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, k, v)
+    module = choose_backend(backend, feature_map, q, k, v, normalise=normalise, chunk_size=chunk_size)
     with full_precision(q):
         out, after = module.causal(
             feature_map,
@@ -120,7 +137,7 @@ def absorb(
 ) -> LinearState:
     """The state after keys k (B, H, S, D) and values v (B, H, S, E)."""
     _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, k, v)
+    module = choose_backend(backend, feature_map, k, v, chunk_size=chunk_size)
     with full_precision(k):
         after: LinearState = module.absorb(
             feature_map, k, v, state, scale=scale, key_mask=key_mask, chunk_size=chunk_size
@@ -140,7 +157,7 @@ def read(
 ) -> Tensor:
     """out (B, Hq, L, E) in q's dtype: every absorbed key is visible to every query."""
     _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q)
+    module = choose_backend(backend, feature_map, q, normalise=normalise, chunk_size=chunk_size)
     with full_precision(q):
         out: Tensor = module.read(feature_map, q, state, scale=scale, chunk_size=chunk_size, normalise=normalise)
     return out.to(q.dtype)

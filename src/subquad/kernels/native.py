@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.base import FeatureMap, Features, scaled
-from ..features.elementwise import ElementwiseFeatures
+from ..features.elementwise import ElementwiseFeatures, LogFeatures
 from ..features.hadamard import HadamardProjection
 from ..features.random import ExponentialFeatures, GeneralisedFeatures
 from ..state import LinearState
@@ -25,8 +25,10 @@ from . import native_library
 from .native_operators import Attention, attention, call_forward, pack_maps
 from .native_transforms import functional_attention
 
-__all__ = ["absorb", "causal", "full", "read", "refusal"]
+__all__ = ["absorb", "causal", "full", "fused", "read", "refusal"]
 
+# Opened here and not at the first call, which may happen inside torch.compile. It takes less than a millisecond.
+native_library.missing()
 NOTHING = torch.empty(0)
 NO_MASK = torch.empty(0, dtype=torch.bool)
 
@@ -41,6 +43,20 @@ class Form(NamedTuple):
     epsilon: float = 0.0
     means: tuple[Tensor, Tensor] | None = None  # (H, 1, D) each: subtracted from queries and keys beforehand
     maps: bytes | None = None  # the arrays as the library sees them
+
+
+def fused(feature_map: FeatureMap) -> bool:
+    """Whether the kernels compute this map themselves, so that no (L, M) features are ever stored.
+
+    Parameters that want a gradient are for the chunked backend: it differentiates the map chunk by chunk.
+    """
+    if torch.is_grad_enabled() and any(p.requires_grad for p in feature_map.parameters()):
+        return False
+    if isinstance(feature_map, ElementwiseFeatures):
+        return isinstance(feature_map.function, str)
+    if isinstance(feature_map, GeneralisedFeatures):
+        return feature_map.function is F.relu
+    return isinstance(feature_map, (ExponentialFeatures, LogFeatures))
 
 
 def refusal(feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> str:

@@ -7,7 +7,6 @@ serves every torch version; structures are mirrored here field by field and thei
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 from pathlib import Path
@@ -66,8 +65,7 @@ def _candidates() -> list[Path]:
     return [folder / f"libsubquad_native{suffix}" for suffix in (".so", ".dylib", ".dll")]
 
 
-@functools.lru_cache(maxsize=1)
-def _open() -> tuple[Any, str]:
+def _find() -> tuple[Any, str]:
     """The library and "", or None and the reason why there is none."""
     path = next((p for p in _candidates() if p.is_file()), None)
     if path is None:
@@ -113,14 +111,21 @@ def _torch_gomp() -> int | None:
     return None
 
 
-def load() -> Any:
-    """The library; RuntimeError with the reason where there is none."""
-    library, reason = _open()
-    if library is None:
-        raise RuntimeError(f"backend='native' is not available: {reason}")
-    return library
+# What `_find` found, once it was asked. A plain dictionary, because torch.compile looks through functools caches.
+_found: dict[str, Any] = {}
 
 
 def missing() -> str:
     """Why there are no native kernels here, or "" if there are."""
-    return _open()[1]
+    if not _found:
+        library, reason = _find()
+        _found.update(library=library, reason=reason)
+    return str(_found["reason"])
+
+
+def load() -> Any:
+    """The library; RuntimeError with the reason where there is none."""
+    reason = missing()
+    if reason:
+        raise RuntimeError(f"backend='native' is not available: {reason}")
+    return _found["library"]

@@ -24,9 +24,9 @@ from torch import Tensor
 from ..features.base import FeatureMap, Features
 from ..kernels.checkpointing import Carry, scan_chunks, tracing
 from ..kernels.chunked import UNDERFLOW, default_chunk, exact_causal, masked, shared_shift
-from ..state import LinearState, finite, safe_divide
+from ..state import LinearState, Partial, finite, safe_divide
 from .hybrid_state import HybridState, Sinks, settle
-from .windows import Partial, dense_partial, window_partial
+from .windows import dense_partial, window_partial
 
 __all__ = ["causal", "chunk_tokens", "combine", "compute", "full", "lay_out", "positions", "real_keys", "sound"]
 

@@ -25,16 +25,15 @@ from torch import Tensor
 
 from .. import checks
 from ..kernels.checkpointing import Carry, scan_chunks
+from ..state import Partial, join
 from .base import Mechanism
 from .softmax import dense_softmax
 from .windows import (
     CHUNK_BYTES,
     Order,
-    Partial,
     check_call,
     compute_dtype,
     dense_partial,
-    join,
     packed,
     sliding,
     unpacked,

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..features.base import FeatureMap, Features, exp_, weigh
 from ..kernels.chunked import BLOCK, exact_causal, masked
-from ..state import LinearState, finite, safe_divide
+from ..state import LinearState, Partial, finite, safe_divide
 from .hybrid_state import HybridState, take
 from .near_far import combine, compute, lay_out, sound
-from .windows import Partial, dense_partial, window_partial
+from .windows import dense_partial, window_partial
 
 __all__ = ["full"]
 
@@ -76,7 +76,7 @@ def _shared(
 
     def split(x: Tensor, start: int) -> Tensor:
         part = x[:, :, start : start + tokens]
-        return F.pad(part, (0, 0, 0, spare)).reshape(flat, block, x.shape[-1])
+        return (F.pad(part, (0, 0, 0, spare)) if spare else part).reshape(flat, block, x.shape[-1])
 
     def carried(state: LinearState, factor: Tensor | None) -> list[Tensor]:
         if factor is None:
@@ -86,7 +86,8 @@ def _shared(
     left, right = split(key_weights, 0), split(key_weights, reach)
     left_v, right_v = split(v, 0), split(v, reach)
     rows = query_weights.reshape(batch, heads, groups, tokens, count)
-    rows = F.pad(rows, (0, 0, 0, spare)).unflatten(3, (blocks, block)).transpose(2, 3).reshape(flat, -1, count)
+    rows = F.pad(rows, (0, 0, 0, spare)) if spare else rows
+    rows = rows.unflatten(3, (blocks, block)).transpose(2, 3).reshape(flat, -1, count)
 
     def block_sums(keys: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         sums = torch.bmm(keys.mT, v).view(batch, heads, -1, count, width)
@@ -115,11 +116,13 @@ def _shared(
     states = torch.stack([a + b for a, b in zip(ahead[:-1], past[-2::-1], strict=True)], 2).view(flat, count, width)
     totals = torch.stack([a + b for a, b in zip(ahead_total[:-1], past_total[-2::-1], strict=True)], 2)
     ones = torch.ones(block, block, dtype=v.dtype, device=v.device)
-    visible = torch.cat([ones.tril(-1), ones.triu(1)], 1)
-    scores = torch.bmm(rows, torch.cat([left, right], 1).mT)
-    scores = (scores.view(flat, groups, block, 2 * block) * visible).view(flat, groups * block, 2 * block)
-    numerator = torch.baddbmm(torch.bmm(scores, torch.cat([left_v, right_v], 1)), rows, states)
-    normaliser = scores.sum(-1) + torch.bmm(rows, totals.view(flat, count, 1)).squeeze(-1)
+
+    def scores(keys: Tensor, visible: Tensor) -> Tensor:
+        return (torch.bmm(rows, keys.mT).view(flat, groups, block, block) * visible).view(flat, -1, block)
+
+    left_scores, right_scores = scores(left, ones.tril(-1)), scores(right, ones.triu(1))
+    numerator = torch.baddbmm(torch.bmm(left_scores, left_v), right_scores, right_v).baddbmm(rows, states)
+    normaliser = torch.bmm(rows, totals.view(flat, count, 1)).squeeze(-1) + left_scores.sum(-1) + right_scores.sum(-1)
 
     def unblocked(x: Tensor) -> Tensor:
         x = x.view(batch, heads, blocks, groups, block, -1).transpose(2, 3)

@@ -22,17 +22,15 @@ from torch import Tensor
 from .. import checks
 from ..features.base import exp_
 from ..kernels.checkpointing import Carry, scan_chunks, tracing
-from ..state import finite, safe_divide
+from ..state import Partial, finite, join
 
 __all__ = [
     "Order",
-    "Partial",
     "Shared",
     "banded",
     "check_call",
     "compute_dtype",
     "dense_partial",
-    "join",
     "packed",
     "sliding",
     "unpacked",
@@ -59,40 +57,6 @@ def check_call(backend: str | None, chunk_size: int | None) -> None:
         checks.check_option("backend", backend, ("reference",))
     if chunk_size is not None:
         checks.check_positive("chunk_size", chunk_size)
-
-
-class Partial(NamedTuple):
-    """Attention of some rows over some keys, before it is normalised.
-
-    numerator:  (..., L, E)  sum_j e^{s_ij - shift_i} v_j
-    normaliser: (..., L)     sum_j e^{s_ij - shift_i}
-    shift:      (..., L)     the largest visible score of the row, -inf where there is none; a constant for gradients
-    """
-
-    numerator: Tensor
-    normaliser: Tensor
-    shift: Tensor
-
-    def finish(self) -> Tensor:
-        """numerator / normaliser, and 0 where no key is visible."""
-        return safe_divide(self.numerator, self.normaliser)
-
-
-def join(a: Partial, b: Partial) -> Partial:
-    """The same rows over the keys of `a` and of `b`, which must not overlap.
-
-    >>> q, k, v = torch.randn(3, 1, 1, 6, 4)
-    >>> left, right = (dense_partial(q, k[:, :, s], v[:, :, s], None, 1.0) for s in (slice(0, 2), slice(2, 6)))
-    >>> torch.allclose(join(left, right).finish(), torch.softmax(q @ k.mT, -1) @ v, atol=1e-6)
-    True
-    """
-    shift = torch.maximum(a.shift, b.shift)
-    mine, theirs = torch.exp(a.shift - finite(shift)), torch.exp(b.shift - finite(shift))
-    return Partial(
-        a.numerator * mine.unsqueeze(-1) + b.numerator * theirs.unsqueeze(-1),
-        a.normaliser * mine + b.normaliser * theirs,
-        shift,
-    )
 
 
 def banded(rows: int, columns: int, span: int, device: torch.device) -> Tensor:

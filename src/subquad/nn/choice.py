@@ -42,13 +42,16 @@ def _drawing_from(seed: int) -> Iterator[None]:
 
 
 def _per_layer(options: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Options given once for all layers: an integer seed among them, also of a far field, is mixed with the index."""
+    """Options given once for all layers: an integer seed among them, also of a far field, is mixed with the
+    index, and an object is copied."""
     changed: dict[str, Any] = {}
     for name, value in options.items():
         if name == "seed" and isinstance(value, int):
             value = mix(value, index) >> 1
         elif isinstance(value, Mapping):
             value = _per_layer(value, index)
+        elif isinstance(value, Mechanism) and index:
+            value = copy.deepcopy(value)
         changed[name] = value
     return changed
 

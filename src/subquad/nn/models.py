@@ -174,7 +174,8 @@ class TransformerDecoder(Stack):
     ) -> tuple[Tensor, ModelState]:
         """Consume tokens (B, L), also one, after those of `states`; (logits (B, L, vocab), new states).
 
-        key_mask:  (B, L) bool, True = real; masked tokens leave no trace in the states
+        key_mask:  (B, L) bool, True = real; masked tokens leave no trace in the states. (In a continued sequence they
+                   hold a place in the window of 'hybrid', as its own documentation says; in a first piece they do not)
         start:     position of the first token of a new sequence, an integer or (B,); see `ModelState.merge`
         last_only: logits (B, 1, vocab) of each sequence's last real token only
         """

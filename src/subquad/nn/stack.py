@@ -132,7 +132,10 @@ class Model(nn.Module):
             self.train(training)
 
     def checkpoint_activations(self: Self, enabled: bool = True) -> Self:
-        """While training, keep only the input of each block and compute it again in the backward; returns the model."""
+        """While training, keep only the input of each block and compute it again in the backward; returns the model.
+
+        Reversible models keep less than that already and are not changed by it.
+        """
         for module in self.modules():
             if isinstance(module, Stack):
                 module.checkpointing = enabled

@@ -4,9 +4,11 @@
     quadratic   t = b L + c L^2      softmax attention and strided patterns
     power       t = c L^p            mechanisms from outside, of which nothing is known
 
-fitted to relative errors, coefficients not negative. The range given with a time is what the fit says with any one of
-the measured points left out, widened by the spread between runs. Points are measured once per mechanism, shape and
-machine and kept in `costs.json` beside the crossovers; delete it to measure again. Times are of the CPU.
+Between two measured lengths the time is interpolated; beyond the longest one the curve speaks, fitted to relative
+errors that count in proportion to length, with coefficients that are not negative. The range given with a time holds
+what the fit says with any one of the measured points left out, widened by the spread between runs. Points are measured
+once per mechanism, shape and machine and kept in `costs.json` beside the crossovers; delete it to measure again. Times
+are of the CPU.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from torch import Tensor, nn
 from .. import checks
 from ..mechanisms import MECHANISMS, create
 from ..mechanisms.base import Mechanism
-from .cache import measurement_key, read_json_table, write_json_table
+from .cache import measurement_key, read_json_table, table_path, write_json_table
 
-__all__ = ["CostModel", "Points", "TimeEstimate", "attention_costs", "predict_time"]
+__all__ = ["CostModel", "Points", "TimeEstimate", "attention_costs", "predict_time", "table_path"]
 
 FILE = "costs.json"
 LENGTHS = (256, 512, 1024, 2048, 4096)
 ROUNDS = 3
-PATIENCE = 1.0  # seconds of one run beyond which no longer length is measured
+PATIENCE = 0.15  # seconds of one run beyond which no longer length is measured
 QUADRATIC = ("softmax", "sparse")
 BASES = {"linear": (0, 1), "quadratic": (1, 2)}
 
@@ -58,17 +60,16 @@ class TimeEstimate:
         return f"{factor * self.seconds:.3g} {unit} ({factor * self.low:.3g} to {factor * self.high:.3g})"
 
 
-def _solve(columns: Tensor) -> Tensor:
-    """Coefficients >= 0 with the least squared relative error: `columns` (points, terms), each divided by its time."""
-    ones = torch.ones(len(columns), 1, dtype=torch.float64)
+def _solve(columns: Tensor, target: Tensor) -> Tensor:
+    """The coefficients >= 0 for which columns (points, terms) @ coefficients is nearest to `target` (points,)."""
     best, best_error = torch.zeros(columns.shape[1], dtype=torch.float64), math.inf
     # Two terms: every choice of terms that are allowed to be there can be tried.
     for kept in itertools.product((False, True), repeat=columns.shape[1]):
         if not any(kept):
             continue
         mask = torch.tensor(kept)
-        solution = torch.linalg.lstsq(columns[:, mask], ones).solution.squeeze(-1)
-        error = float((columns[:, mask] @ solution - 1).square().sum())
+        solution = torch.linalg.lstsq(columns[:, mask], target.unsqueeze(-1)).solution.squeeze(-1)
+        error = float((columns[:, mask] @ solution - target).square().sum())
         if bool((solution >= 0).all()) and error < best_error:
             best_error = error
             best = torch.zeros(columns.shape[1], dtype=torch.float64).masked_scatter(mask, solution)
@@ -99,7 +100,9 @@ class CostModel:
             start = float(y.mean() - slope * x.mean())
             return lambda n: math.exp(start + slope * math.log(n))
         powers = BASES[self.form]
-        terms = _solve(torch.stack([size**p / seconds for p in powers], -1)).tolist()
+        # A short run is mostly overhead and noise: what is asked for lies at the long end.
+        counts = size / size.max()
+        terms = _solve(torch.stack([counts * size**p / seconds for p in powers], -1), counts).tolist()
         return lambda n: sum(c * n**p for c, p in zip(terms, powers, strict=True))
 
     @property
@@ -108,13 +111,26 @@ class CostModel:
         each = sorted(sorted(runs)[len(runs) // 2] / min(runs) - 1.0 for runs in self.points.values())
         return each[len(each) // 2]
 
+    def _between(self, length: int) -> float | None:
+        """Interpolated in log-log between the two measured lengths around this one."""
+        below = [n for n in self.points if n <= length]
+        above = [n for n in self.points if n >= length]
+        if not below or not above:
+            return None
+        low, high = max(below), min(above)
+        first, last = min(self.points[low]), min(self.points[high])
+        return first if low == high else first * (last / first) ** (math.log(length / low) / math.log(high / low))
+
     def at(self, length: int) -> TimeEstimate:
         """The time at this length."""
         lengths = sorted(self.points)
-        best = self._fit(lengths)(length)
-        # Near a measured length its own residual is known; far from all of them it is not, and the fit alone speaks.
-        without = [self._fit([n for n in lengths if n != left])(length) for left in lengths] if len(lengths) > 1 else []
-        low, high = min([best, *without]), max([best, *without])
+        fitted = self._fit(lengths)(length)
+        inside = self._between(length)
+        best = fitted if inside is None else inside
+        others = [fitted]
+        if inside is None and len(lengths) > 1:
+            others += [self._fit([n for n in lengths if n != left])(length) for left in lengths]
+        low, high = min([best, *others]), max([best, *others])
         return TimeEstimate(best, low / (1.0 + self.spread), high * (1.0 + self.spread))
 
 

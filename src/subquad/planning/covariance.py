@@ -23,9 +23,9 @@ directions at the cosine kappa (orthogonal: 0, simplex: -1/(d-1)) give
     b_l(n) = (-1)^{l/2} (n/2)^{l/2} Gamma(a)/Gamma(b) 1F1(l/2; b; n/2)                                trigonometric
 
 by the plane-wave expansion of e^{z t} and the moments of chi(d); on the diagonal it sums to the closed form of
-`features/coupling.py`. The weight of OPRF depends on the norm alone and changes nothing here. With one A per direction it
-tilts the direction to N(s^{-1/2} Z, 1/s): then Z' = s^{-1/2} Z sqrt(d / sum_l 1/s_l) in place of Z is right up to terms
-of one of the two keys alone, which the normaliser removes, and to leading order in the spread of s.
+`features/coupling.py`. The weight of OPRF depends on the norm alone and changes nothing here. With one A per direction
+it tilts the direction to N(s^{-1/2} Z, 1/s): then Z' = s^{-1/2} Z sqrt(d / sum_l 1/s_l) in place of Z is right up to
+terms of one of the two keys alone, which the normaliser removes, and to leading order in the spread of s.
 Both sums are linear in C, so one pass over the keys gives the error at every number of features.
 """
 
@@ -138,7 +138,7 @@ def _radial(law: Law, degree: int, n: Tensor) -> Tensor:
 
 
 class _Gain:
-    """g of a law between all keys of a row of attention: a polynomial in the cosine whose coefficients have low rank."""
+    """g of a law between all keys of a row: a polynomial in the cosine whose coefficients have low rank."""
 
     def __init__(self, law: Law, z: Tensor) -> None:
         dim = law.width
@@ -152,7 +152,7 @@ class _Gain:
         self.step = 1 if simplex and not law.paired else 2
         degrees = range(self.step, DEGREES + 1, self.step)
         radial = torch.stack([_radial(law, degree, norms) for degree in degrees], -1)  # (n, K, degrees)
-        factor = torch.tensor([-_multiplicity(dim, l) * float(at_cosine[l]) for l in degrees], dtype=torch.float64)
+        factor = torch.tensor([-_multiplicity(dim, n) * float(at_cosine[n]) for n in degrees], dtype=torch.float64)
         size = factor.abs() * radial.square().amax((0, 1))
         kept = int((size > NEGLIGIBLE * size.max()).nonzero().max()) + 1 if bool(size.max() > 0) else 1
         self.radial = radial[..., :kept].contiguous()

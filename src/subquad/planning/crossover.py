@@ -23,7 +23,7 @@ from .cache import measurement_key, read_json_table, table_path, write_json_tabl
 __all__ = ["cache_path", "crossover_length", "read_table", "resolve_auto"]
 
 FILE = "crossovers.json"
-LENGTHS = tuple(128 * 2**i for i in range(8))  # 128 ... 16384
+LENGTHS = tuple(128 << i for i in range(8))  # 128 ... 16384
 ROUNDS = 3
 
 
@@ -64,7 +64,7 @@ def _measure(attend: Any, softmax: Any, heads: int, is_causal: bool, training: b
             if before is None:
                 return length
             earlier, above = before
-            return round(earlier * (length / earlier) ** (above / (above - ratio)))
+            return round(earlier * math.pow(length / earlier, above / (above - ratio)))
         before = (length, ratio)
     return None
 

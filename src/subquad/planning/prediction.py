@@ -159,6 +159,11 @@ class Curve:
         out = sum(e for _, e in squares.values()) / size if size > 0 else 0.0
         return error, out, tuple(e / self.norm[h] for h, (e, _) in squares.items())
 
+    def error(self, num_features: int | None, *, output: bool) -> float:
+        """The error of the outputs, or of the attention matrix."""
+        weights, out, _ = self.at(num_features)
+        return out if output else weights
+
     def trust(self, error: float) -> tuple[bool, str]:
         """Whether the formula holds at this error, and if not, why."""
         if not self.sums:
@@ -242,8 +247,8 @@ def predict_error(
     max_queries: rows per head;  max_keys: keys per row that the closed form looks at
 
     Closed form: see `planning/covariance.py`; within 20 % while the error is below 0.05 (trigonometric: 0.2), and
-    `reliable` says so. The variance is that of Choromanski et al., "Rethinking Attention with Performers", 2021, carried
-    through the normaliser.
+    `reliable` says so. The features are those of Choromanski et al., "Rethinking Attention with Performers", 2021, and
+    of Likhosherstov et al., "FAVOR#", 2023.
 
     >>> import torch, subquad as sq
     >>> q, k = 0.3 * torch.randn(2, 1, 2, 200, 64)

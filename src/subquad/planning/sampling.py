@@ -1,8 +1,8 @@
 """Which rows of an attention matrix to look at, and what is exact about them.
 
-A prediction sums over pairs of keys, so it cannot see all of them. Per query it takes the keys with the largest weights,
-all of them, and an even sample of the rest that counts for the keys left out: where attention is sharp the few keys that
-carry a row are there, where it is flat the rest is. Nothing is random: the same input gives the same sample.
+A prediction sums over pairs of keys, so it cannot see all of them. Per query it takes the keys with the largest
+weights, all of them, and an even sample of the rest that counts for the keys left out: where attention is sharp the few
+keys that carry a row are there, where it is flat the rest is. Nothing is random: the same input gives the same sample.
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ def blocks(
     for head in range(heads):
         for number, item in enumerate(items):
             share = per_head // len(items) + (number < per_head % len(items))
-            rows = evenly(length, share)
+            real = torch.arange(length)
+            if key_mask is not None and length == k.shape[2]:
+                real = key_mask[item].cpu().nonzero().squeeze(-1)  # padding among the keys is padding among the queries
+            rows = real[evenly(len(real), share)]
             columns = evenly(k.shape[2], MOST_KEYS)
             visible = torch.ones(len(rows), len(columns), dtype=torch.bool)
             if is_causal:
@@ -104,7 +107,7 @@ def pick_keys(block: Block, max_keys: int) -> tuple[Tensor, Tensor]:
         index = torch.arange(count).expand(block.x.shape[0], count)
         return index, block.visible.to(torch.float64)
     top = max_keys // 2
-    order = block.weights.masked_fill(~block.visible, -1.0).argsort(-1, descending=True, stable=True)
+    order = block.weights.masked_fill(~block.visible, -1.0).argsort(dim=-1, descending=True, stable=True)
     left = block.visible.sum(-1, keepdim=True) - top  # visible keys beyond the top ones, which come first in `order`
     rest = max_keys - top
     # Evenly along the order of weights: every size of weight is represented.

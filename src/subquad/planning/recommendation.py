@@ -1,0 +1,221 @@
+"""A plan and its choices: what was found, ranked, and said in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..mechanisms import create
+from ..mechanisms.base import Mechanism
+from .cost import TimeEstimate
+
+__all__ = ["Choice", "Plan"]
+
+
+def _setting(options: dict[str, Any]) -> str:
+    words = []
+    for name, value in options.items():
+        if isinstance(value, dict):
+            inner = dict(value)
+            words.append(f"{name}={inner.pop('mechanism')}({_setting(inner)})")
+        elif isinstance(value, bool):
+            words.append(name if value else f"no {name}")
+        else:
+            words.append(str(value) if name == "features" else f"{name}={value}")
+    return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One mechanism with its options.
+
+    predicted_error: from the closed form (`predicted_reliable` says whether it holds there) or computed exactly
+    measured_error:  on a piece of the sequence, the mean over draws
+    error_at_length: where it grows with length (windows, clusters): the measured error carried on to the plan's length
+    error:           the last of these three that there is
+    time:            at the plan's length, on this machine; only what meets the target is timed
+    """
+
+    mechanism: str
+    options: dict[str, Any]
+    predicted_error: float | None = None
+    predicted_reliable: bool = True
+    measured_error: float | None = None
+    error_at_length: float | None = None
+    time: TimeEstimate | None = None
+    note: str = ""
+    given: Mechanism | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def error(self) -> float:
+        """What counts: carried on to the length, or measured, or predicted."""
+        every = (self.error_at_length, self.measured_error, self.predicted_error)
+        value = next((x for x in every if x is not None), None)
+        return math.inf if value is None or math.isnan(value) else value
+
+    @property
+    def seconds(self) -> float:
+        """Of `time`; infinite where it was not measured."""
+        return math.inf if self.time is None else self.time.seconds
+
+    @property
+    def label(self) -> str:
+        """Name and options in one line."""
+        shown = _setting(self.options)
+        return f"{self.mechanism} ({shown})" if shown else self.mechanism
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether `calibrate(q, k)` must be called before use, or pays (OPRF)."""
+        every = {**self.options, **(self.options.get("far") or {})} if isinstance(self.options.get("far"), dict) else (
+            self.options
+        )  # fmt: skip
+        return bool(every.get("center") or every.get("hermite") or every.get("features") in ("oprf", "sderf"))
+
+    def create(self, head_dim: int, heads: int | None = None, kv_heads: int | None = None, **more: Any) -> Mechanism:
+        """The mechanism itself; see `needs_calibration`. `more` adds options, for example seed=0."""
+        if self.given is not None:
+            return self.given
+        return create(self.mechanism, head_dim, heads, kv_heads, **{**self.options, **more})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; an infinite error is null."""
+        time = None if self.time is None else {"seconds": self.seconds, "low": self.time.low, "high": self.time.high}
+
+        def finite(x: float | None) -> float | None:
+            return x if x is not None and math.isfinite(x) else None
+
+        return {
+            "mechanism": self.mechanism,
+            "options": self.options,
+            "error": finite(self.error),
+            "predicted_error": finite(self.predicted_error),
+            "predicted_reliable": self.predicted_reliable,
+            "measured_error": finite(self.measured_error),
+            "error_at_length": finite(self.error_at_length),
+            "time": time,
+            "needs_calibration": self.needs_calibration,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ranked choices: those that meet the target by their time, softmax among them, then the others by their error.
+
+    best:      the fastest choice that meets the target within the time budget; None if there is no approximation that
+               does (softmax itself is best only where it is faster than every approximation that meets the target)
+    exact:     softmax attention with its time: what remains when nothing else does
+    baselines: errors of uniform attention, degree 1 and Hermite degree 2; what is above "uniform" is never recommended
+    """
+
+    choices: tuple[Choice, ...]
+    exact: Choice
+    target_error: float
+    length: int
+    heads: int
+    time_budget: float | None
+    is_causal: bool
+    baselines: dict[str, float]
+    criterion: str
+    measured_tokens: int
+
+    def _qualifies(self, choice: Choice) -> bool:
+        in_time = self.time_budget is None or choice.seconds <= self.time_budget
+        return choice.error <= self.target_error and choice.error < self.baselines["uniform"] and in_time
+
+    @property
+    def attainable(self) -> bool:
+        """Whether an approximation meets the target (and the time budget) and beats the mean of the values."""
+        return any(self._qualifies(choice) for choice in self.choices if choice.mechanism != "softmax")
+
+    @property
+    def best(self) -> Choice | None:
+        """What to use, or None: see the class."""
+        if not self.attainable:
+            return None
+        return next(choice for choice in self.choices if self._qualifies(choice))
+
+    @property
+    def verdict(self) -> str:
+        """The answer in words."""
+        uniform, softmax = self.baselines["uniform"], self.exact.time
+        flat = ""
+        if uniform <= self.target_error:
+            flat = f" The mean of all values alone has error {uniform:.2g}: attention is nearly uniform here."
+        best = self.best
+        if best is None:
+            others = [choice for choice in self.choices if choice.mechanism != "softmax"]
+            if not others:
+                return f"Unattainable: there was nothing to choose from. Softmax takes {softmax}."
+            nearest = min(others, key=lambda c: c.error)
+            late = nearest.error <= self.target_error and nearest.error < uniform
+            why = (
+                f"what meets the target takes longer than the budget of {self.time_budget:.3g} s"
+                if late
+                else f"the best approximation, {nearest.label}, has error {nearest.error:.2g}, "
+                f"the mean of all values {uniform:.2g}"
+            )
+            return (
+                f"Unattainable: no approximation reaches error {self.target_error:g} on this input; {why}. "
+                f"Use softmax attention, {softmax} at length {self.length}.{flat}"
+            )
+        if best.mechanism == "softmax":
+            return (
+                f"Use softmax attention: exact, and at length {self.length} with {softmax} faster than every "
+                f"approximation that meets the target.{flat}"
+            )
+        gain = self.exact.seconds / best.seconds
+        calibration = " Call calibrate(q, k) on sample data first." if best.needs_calibration else ""
+        return (
+            f"Use {best.label}: error {best.error:.2g} (target {self.target_error:g}), {best.time} at length "
+            f"{self.length}, {gain:.2g} times as fast as softmax.{calibration}{flat}"
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What the numbers do not say."""
+        found = []
+        if self.length > self.measured_tokens:
+            found.append(
+                f"windows, clusters and buckets were measured on {self.measured_tokens} tokens; 'at length' carries on "
+                "the growth seen there, which longer inputs of yours would show better"
+            )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: every number of the table."""
+        return {
+            "verdict": self.verdict,
+            "best": None if self.best is None else self.best.to_json(),
+            "choices": [choice.to_json() for choice in self.choices],
+            "baselines": self.baselines,
+            "target_error": self.target_error,
+            "criterion": self.criterion,
+            "length": self.length,
+            "heads": self.heads,
+            "is_causal": self.is_causal,
+            "time_budget": self.time_budget,
+            "measured_tokens": self.measured_tokens,
+            "notes": self.notes,
+        }
+
+    def __str__(self) -> str:
+        def number(x: float | None) -> str:
+            return "-" if x is None else f"{x:.2g}" if math.isfinite(x) else "inf"
+
+        width = max([len(choice.label) for choice in self.choices] + [10])
+        lines = [self.verdict, "", f"{'choice':{width}}  predicted  measured  at length  time at {self.length}"]
+        for choice in self.choices:
+            predicted = number(choice.predicted_error) + ("" if choice.predicted_reliable else " ?")
+            time = "-" if choice.time is None else str(choice.time)
+            mark = "*" if choice is self.best else " "
+            end = f"{time}  {choice.note}".rstrip()
+            errors = f"{predicted:>9}  {number(choice.measured_error):>8}  {number(choice.error_at_length):>9}"
+            lines.append(f"{choice.label:{width}}{mark} {errors}  {end}")
+        shown = ", ".join(f"{name} {value:.2g}" for name, value in self.baselines.items())
+        lines.append(f"{'baselines, error of the ' + self.criterion}: {shown}")
+        if any(not choice.predicted_reliable for choice in self.choices):
+            lines.append("? the prediction is outside its range; the measured value counts")
+        return "\n".join(lines + self.notes)
