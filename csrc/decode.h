@@ -198,13 +198,22 @@ static void read_state(const Head& hd, long index, Step& s) {
   }
 }
 
+struct DecodeJob {
+  const SqProblem* pr;
+  bool failed;
+};
+
 static void decode_task(void* context, int64_t index, int64_t) {
-  const SqProblem& pr = *(const SqProblem*)context;
+  DecodeJob& job = *(DecodeJob*)context;
+  const SqProblem& pr = *job.pr;
   const Head hd = head_of(pr, index);
   Arena arena = {nullptr, 0};
   take_step(arena, pr);
   arena = {sq_scratch(arena.used), 0};
-  if (!arena.base) return;
+  if (!arena.base) {
+    job.failed = true;
+    return;
+  }
   Step s = take_step(arena, pr);
   step_key(hd, index, s);
   for (long g = 0; g < hd.groups; g++) {
@@ -218,8 +227,9 @@ static void decode_task(void* context, int64_t index, int64_t) {
 
 // length_q = length_k = 1; s_out is required and must not overlap s_in.
 static int decode(const SqProblem* problem) {
-  sq_parallel(problem->batch * problem->heads_kv, problem->threads, decode_task, (void*)problem);
-  return SQ_OK;
+  DecodeJob job = {problem, false};
+  sq_parallel(problem->batch * problem->heads_kv, problem->threads, decode_task, &job);
+  return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 
 // ---- the projection alone, for benchmarks ----------------------------------------------------------------------------

@@ -167,10 +167,11 @@ struct ForwardJob {
   long key_pieces;     // slots per head in `sums`
   States sums;         // (head, key piece): what each piece absorbed; the first slot becomes the whole
   States starts;       // (head, key piece): causal, the state before the piece
+  bool failed;         // no working memory
 };
 
 static void forward_task(void* context, int64_t task, int64_t) {
-  const ForwardJob& job = *(const ForwardJob*)context;
+  ForwardJob& job = *(ForwardJob*)context;
   const SqProblem& pr = *job.pr;
   const long index = task / job.pieces, p = task % job.pieces;
   const Head hd = head_of(pr, index);
@@ -192,7 +193,10 @@ static void forward_task(void* context, int64_t task, int64_t) {
   Arena arena = {nullptr, 0};
   for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
     if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) return;
+    if (pass && !arena.base) {
+      job.failed = true;
+      return;
+    }
     Chunk ch = take_chunk(arena, pr, hd.lds, job.phase == CAUSAL_PIECES, job.phase != ABSORB_PIECES);
     Work w = take_work(arena, pr, hd.lds);
     if (!pass) continue;
@@ -262,7 +266,7 @@ static int forward(const SqProblem* problem) {
   }
   free(job.sums.base);
   free(job.starts.base);
-  return SQ_OK;
+  return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 
 }  // namespace SQ_NS

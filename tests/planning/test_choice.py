@@ -47,12 +47,20 @@ def data(kind, length=384, heads=2, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("kind", "target"), [("flat", 0.05), ("few directions, sharp", 0.1), ("shifted", 0.02), ("local", 0.1)]
+    ("kind", "target", "length"),
+    [
+        ("flat", 0.05, 200_000),
+        ("few directions, sharp", 0.1, 200_000),
+        ("shifted", 0.02, 200_000),
+        ("local", 0.1, 1000),
+    ],
 )
-def test_the_first_choice_meets_the_target(kind, target):
+def test_the_first_choice_meets_the_target(kind, target, length, monkeypatch):
     """Measured on the same kind of data, fresh, with other draws: at most 1.2 times the target."""
     q, k = data(kind)
-    answer = sq.plan(q, k, target_error=target, length=200_000, mechanisms=FAST)
+    # The clock of a busy machine must not decide a test: softmax costs what its length says, the others the same.
+    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
+    answer = sq.plan(q, k, target_error=target, length=length, mechanisms=FAST)
     best = answer.best
     assert best is not None, str(answer)
     assert best.error <= target
@@ -96,6 +104,10 @@ def test_softmax_where_it_is_faster(monkeypatch):
     assert answer.attainable
     assert answer.best.mechanism == "softmax"
     assert "faster than every approximation" in answer.verdict
+
+
+def _power(call):
+    return 2 if _is_softmax(call) else 1
 
 
 def _is_softmax(call):

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "FUNCTIONS", "Map", "Problem", "StridedTensor", "load", "missing"]
+__all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Map", "Problem", "StridedTensor", "load", "missing"]
 
 ABI = 1
+# Tokens per state that the causal forward stores for its backward.
+SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FUNCTIONS = {"exp": 0, "relu": 1, "elu": 2, "identity": 3}
 
@@ -77,8 +79,9 @@ def _find() -> tuple[Any, str]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} cannot be loaded: {error}"
-    library.subquad_abi.restype = library.subquad_problem_size.restype = _long
-    if library.subquad_abi() != ABI or library.subquad_problem_size() != ctypes.sizeof(Problem):
+    library.subquad_abi.restype = library.subquad_problem_size.restype = library.subquad_segment.restype = _long
+    sizes = (library.subquad_abi(), library.subquad_problem_size(), library.subquad_segment())
+    if sizes != (ABI, ctypes.sizeof(Problem), SEGMENT):
         return None, f"{path} was built for another version of subquad; reinstall subquad from source"
     library.subquad_isa.restype = library.subquad_error.restype = ctypes.c_char_p
     for name in ("forward", "backward", "decode"):

@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from . import native_library as library
-from .native_library import DTYPES, FUNCTIONS, Map, Problem
+from .native_library import DTYPES, FUNCTIONS, SEGMENT, Map, Problem
 
 __all__ = ["Attention", "attention", "attention_backward", "call_forward", "pack_maps"]
 
 Attention = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-# Tokens per stored state in the causal form; must equal the library's SQ_SEGMENT.
-SEGMENT = 192
 
 
 def _address(x: Tensor) -> int | None:

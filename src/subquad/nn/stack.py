@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -99,6 +99,28 @@ class Model(nn.Module):
         checks.check_options(f"a model of kind {kind!r}", options, (f.name for f in fields(ModelConfig)))
         config = ModelConfig(kind=kind, **given, **options)
         return config if config.seed is not None else replace(config, seed=draw_seed())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, except that keys and shapes are compared first: what does not fit is named, nothing is loaded.
+
+        torch's own copies every tensor that fits before it complains about the others.
+        """
+        own = self.state_dict()
+        wrong = [
+            f"{name} has {checks.describe_shape(state_dict[name])}, expected {checks.describe_shape(x)}"
+            for name, x in own.items()
+            if name in state_dict and getattr(state_dict[name], "shape", None) != x.shape
+        ]
+        if strict:
+            wrong += [f"{name} is missing" for name in own if name not in state_dict]
+            wrong += [f"{name} is unknown{checks.nearest(name, own)}" for name in state_dict if name not in own]
+        if wrong:
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            raise RuntimeError(
+                f"the state_dict does not fit {type(self).__name__}, nothing was loaded: {'; '.join(wrong[:8])}{more}. "
+                "Build the model from the config that was saved beside it"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def attentions(self) -> Iterator[MultiheadAttention]:
         """Every attention layer."""

@@ -119,8 +119,8 @@ class _Study:
         tokens = self.long.tokens
         if error > self.target or self.half is None or self.length <= tokens or isinstance(attend, Kernelised):
             return replace(choice, measured_error=error)
-        # The factor per doubling, never below 1: what is left out is a share of the keys, so its square may grow fourfold.
-        # The offset keeps two errors that are both nothing from making a factor.
+        # The factor per doubling, never below 1: the keys left out double, their squared share may grow fourfold. The
+        # offset keeps two errors that are both nothing from making a factor.
         offset = 1e-3 * self.target
         growth = max(1.0, (error + offset) / (self.half.error(attend, draws=draws) + offset))
         at_length = error * growth ** math.log2(self.length / tokens)

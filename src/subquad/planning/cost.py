@@ -13,8 +13,8 @@ are of the CPU.
 
 from __future__ import annotations
 
-import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,20 +60,21 @@ class TimeEstimate:
         return f"{factor * self.seconds:.3g} {unit} ({factor * self.low:.3g} to {factor * self.high:.3g})"
 
 
-def _solve(columns: Tensor, target: Tensor) -> Tensor:
-    """The coefficients >= 0 for which columns (points, terms) @ coefficients is nearest to `target` (points,)."""
-    best, best_error = torch.zeros(columns.shape[1], dtype=torch.float64), math.inf
-    # Two terms: every choice of terms that are allowed to be there can be tried.
-    for kept in itertools.product((False, True), repeat=columns.shape[1]):
-        if not any(kept):
-            continue
-        mask = torch.tensor(kept)
-        solution = torch.linalg.lstsq(columns[:, mask], target.unsqueeze(-1)).solution.squeeze(-1)
-        error = float((columns[:, mask] @ solution - target).square().sum())
-        if bool((solution >= 0).all()) and error < best_error:
-            best_error = error
-            best = torch.zeros(columns.shape[1], dtype=torch.float64).masked_scatter(mask, solution)
-    return best
+def _solve(rows: list[tuple[float, float]], target: list[float]) -> tuple[float, float]:
+    """The two coefficients >= 0 for which their sum over each row is nearest to `target`: least squares."""
+    aa, bb = sum(a * a for a, _ in rows), sum(b * b for _, b in rows)
+    ab = sum(a * b for a, b in rows)
+    at, bt = (sum(row[i] * t for row, t in zip(rows, target, strict=True)) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        both = ((at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant)
+        if min(both) >= 0:
+            return both
+    # One of them would be negative: the best with that one at 0.
+    single = ((at / aa, 0.0), (0.0, bt / bb))
+    return min(
+        single, key=lambda c: sum((c[0] * a + c[1] * b - t) ** 2 for (a, b), t in zip(rows, target, strict=True))
+    )
 
 
 @dataclass(frozen=True)
@@ -89,27 +90,24 @@ class CostModel:
     points: Points
 
     def _fit(self, lengths: Sequence[int]) -> Callable[[float], float]:
-        seconds = torch.tensor([min(self.points[n]) for n in lengths], dtype=torch.float64)
-        size = torch.tensor([float(n) for n in lengths], dtype=torch.float64)
+        seconds = [min(self.points[n]) for n in lengths]
         if len(lengths) == 1:
             power = 2.0 if self.form == "quadratic" else 1.0
-            return lambda n: float(seconds[0]) * (n / float(size[0])) ** power
+            return lambda n: seconds[0] * math.pow(n / lengths[0], power)
         if self.form == "power":
-            x, y = torch.log(size), torch.log(seconds)
-            slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
-            start = float(y.mean() - slope * x.mean())
+            slope, start = statistics.linear_regression([math.log(n) for n in lengths], [math.log(t) for t in seconds])
             return lambda n: math.exp(start + slope * math.log(n))
-        powers = BASES[self.form]
+        low, high = BASES[self.form]
         # A short run is mostly overhead and noise: what is asked for lies at the long end.
-        counts = size / size.max()
-        terms = _solve(torch.stack([counts * size**p / seconds for p in powers], -1), counts).tolist()
-        return lambda n: sum(c * n**p for c, p in zip(terms, powers, strict=True))
+        counts = [n / max(lengths) for n in lengths]
+        rows = [(c * n**low / t, c * n**high / t) for c, n, t in zip(counts, lengths, seconds, strict=True)]
+        first, second = _solve(rows, counts)
+        return lambda n: first * n**low + second * n**high
 
     @property
     def spread(self) -> float:
         """How much slower the usual run was than the best: the median over the points of median / best - 1."""
-        each = sorted(sorted(runs)[len(runs) // 2] / min(runs) - 1.0 for runs in self.points.values())
-        return each[len(each) // 2]
+        return statistics.median(statistics.median(runs) / min(runs) - 1.0 for runs in self.points.values())
 
     def _between(self, length: int) -> float | None:
         """Interpolated in log-log between the two measured lengths around this one."""
@@ -119,7 +117,9 @@ class CostModel:
             return None
         low, high = max(below), min(above)
         first, last = min(self.points[low]), min(self.points[high])
-        return first if low == high else first * (last / first) ** (math.log(length / low) / math.log(high / low))
+        if low == high:
+            return first
+        return first * math.pow(last / first, math.log(length / low) / math.log(high / low))
 
     def at(self, length: int) -> TimeEstimate:
         """The time at this length."""

@@ -253,9 +253,9 @@ def predict_error(
     >>> import torch, subquad as sq
     >>> q, k = 0.3 * torch.randn(2, 1, 2, 200, 64)
     >>> prediction = sq.predict_error(q, k, "performer", num_features=256)
-    >>> prediction.reliable, 0.01 < prediction.error < 0.04
+    >>> prediction.reliable, prediction.error < prediction.baselines["uniform"]
     (True, True)
-    >>> sq.predict_error(q, k, "taylor").error < prediction.baselines["uniform"]
+    >>> sq.predict_error(q, k, "taylor", degree=1).error < prediction.error   # flat attention: polynomials win
     True
     """
     check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
