@@ -78,7 +78,7 @@ def kind_of_input(kind: str, length: int, seed: int) -> tuple[Tensor, Tensor, Te
 
 
 KINDS: dict[str, float] = {  # with the target
-    "isotropic 0.3": 0.01,
+    "isotropic 0.3": 0.004,
     "isotropic 0.5": 0.05,
     "isotropic 0.7": 0.05,
     "isotropic 1.0": 0.1,
@@ -92,7 +92,7 @@ KINDS: dict[str, float] = {  # with the target
     "neighbours": 0.1,
     "clusters": 0.05,
     "uneven heads": 0.05,
-    "values": 0.05,
+    "values": 0.01,
     "causal isotropic 0.5": 0.05,
     "causal spectrum 1 2.0": 0.2,
     "causal neighbours": 0.1,

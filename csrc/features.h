@@ -156,7 +156,9 @@ SQ_INLINE vf plain_value(int function, vf p) {
   if (function == SQ_RELU) return vmax(zero(), p);
   if (function == SQ_ELU1) {
     const vi above = p > zero();
-    const vi chosen = (above & bits(p + splat(1.0f))) | (~above & bits(vexp(p)));
+    // e^p as a square: vexp flushes subnormals to 0, and a key whose features are all 0 is lost without a trace.
+    const vf root = vexp(p * splat(0.5f));
+    const vi chosen = (above & bits(p + splat(1.0f))) | (~above & bits(root * root));
     return as_float(chosen);
   }
   return p;

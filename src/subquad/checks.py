@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 __all__ = [
     "check_attention",
+    "check_chunk_size",
+    "check_flag",
     "check_keys",
     "check_mask",
     "check_option",
@@ -23,6 +26,7 @@ __all__ = [
     "nearest",
     "refuse_attn_mask",
     "refuse_causal",
+    "refuse_dropout",
 ]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,7 +55,7 @@ def check_options(where: str, given: Iterable[str], valid: Iterable[str]) -> Non
     valid = list(valid)
     for name in given:
         if name not in valid:
-            raise TypeError(f"{where} has no option {name!r}{nearest(name, valid)} Valid options: {sorted(valid)}")
+            raise TypeError(f"{where} has no option {name!r}{nearest(name, valid)}; valid options: {sorted(valid)}")
 
 
 def check_positive(argument: str, value: object, least: int = 1) -> None:
@@ -64,7 +68,7 @@ def check_positive(argument: str, value: object, least: int = 1) -> None:
 
 def check_scale(scale: object) -> None:
     """Refuse a scale that is not a finite number."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number or None for the mechanism's default, got {scale!r}")
 
 
@@ -155,6 +159,27 @@ def refuse_attn_mask(attn_mask: object) -> None:
             "attn_mask is not supported: linear-time attention never forms the (L, S) score matrix. Use is_causal=True "
             "for a causal mask and key_mask= (batch, S), bool, True = real, for padding"
         )
+
+
+def refuse_dropout(dropout_p: object) -> None:
+    """Dropout of attention weights has no meaning where the weights are never formed."""
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p={dropout_p!r} is not supported: linear-time attention never forms the weights that it would "
+            "drop. Apply dropout to the output instead"
+        )
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Refuse anything but True and False: a string or a tensor would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, got {value!r} ({type(value).__name__})")
+
+
+def check_chunk_size(chunk_size: object) -> None:
+    """Refuse anything but None and a positive integer."""
+    if chunk_size is not None:
+        check_positive("chunk_size", chunk_size)
 
 
 def refuse_causal(name: str, reason: str) -> None:

@@ -112,3 +112,17 @@ def test_nan_is_never_hidden(case):
                 continue
             assert out[0, 0].isnan().any()
             assert out[1].isfinite().all()
+
+
+def test_torchs_own_arguments(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6)
+    want = attn(q, k, v)
+    assert torch.equal(attn(q, k, v, None, 0.0, False, scale=None, enable_gqa=False), want)
+    with pytest.raises(ValueError, match="attn_mask is not supported"):
+        attn(q, k, v, torch.ones(6, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"dropout_p=0\.1 is not supported"):
+        attn(q, k, v, dropout_p=0.1)
+    with pytest.raises(TypeError, match="is_causal must be True or False"):
+        attn(q, k, v, is_causal="no")
+    with pytest.raises(ValueError, match="chunk_size must be at least 1"):
+        attn(q, k, v, chunk_size=-1)

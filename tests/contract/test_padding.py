@@ -51,3 +51,17 @@ def test_all_keys_masked_gives_zero_and_a_finite_gradient(case):
         assert (out[1] != 0).any()
         out.sum().backward()
         assert all(x.grad is None or x.grad.isfinite().all() for x in (q1, k1, v1))
+
+
+def test_not_even_nan_in_masked_keys_matters(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs()
+    mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(2)) > 0.4
+    hidden = ~mask[:, None, :, None]
+    for is_causal in first_case.causal_modes:
+        want = attn(q, k, v, is_causal=is_causal, key_mask=mask)
+        for garbage in (float("nan"), float("inf")):
+            k2, v2 = (x.masked_fill(hidden, garbage).requires_grad_() for x in (k, v))
+            out = attn(q, k2, v2, is_causal=is_causal, key_mask=mask)
+            assert (out - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
+            out.sum().backward()
+            assert all(x.grad is None or x.grad.isfinite().all() for x in (k2, v2))

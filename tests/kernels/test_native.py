@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import subquad as sq
 from subquad.features.elementwise import ElementwiseFeatures
 from subquad.features.random import TrigFeatures
 from subquad.kernels import chunked, native, native_library, reference
@@ -206,3 +207,14 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(native_library, "_candidates", list)
     with pytest.raises(RuntimeError, match="compiler"):
         native_library.load()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiny_elu_features_are_kept(is_causal):
+    """e^-95 is subnormal in float32: flushed to 0, every key would lose its weight and the output would be 0."""
+    attn = sq.create("linear", 4)
+    q, k = torch.full((1, 1, 6, 4), -95.0), torch.zeros(1, 1, 6, 4)
+    v = torch.randn(1, 1, 6, 4)
+    got = attn(q, k, v, is_causal=is_causal, backend="native")
+    assert (got - attn(q.double(), k.double(), v.double(), is_causal=is_causal)).abs().max() < 1e-2

@@ -148,3 +148,9 @@ def test_the_mechanism_of_an_outsider_needs_no_fork():
     q, k, v = torch.randn(3, 1, 2, 10, 8)
     assert torch.equal(sq.attention(q, k, v, Mean), v.mean(-2, keepdim=True).expand_as(v))
     assert sq.describe(Mean)["equation"] == "mean of v"
+
+
+def test_an_object_of_another_shape_is_refused():
+    attn = sq.create("performer", 8, 4, num_features=16)
+    with pytest.raises(ValueError, match="heads=4, here 2"):
+        sq.create(attn, heads=2)

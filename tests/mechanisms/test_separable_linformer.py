@@ -57,7 +57,7 @@ def _flops(tokens, **options):
     attn = sq.create("separable-linformer", 8, **options)
     q, k, v = torch.randn(3, 1, 1, tokens, 8)
     with FlopCounterMode(display=False) as counter:
-        attn(q, k, v)
+        attn(q, k, v, chunk_size=4096)  # the counter cannot look into the native kernels, which choose their own
     return counter.get_total_flops()
 
 

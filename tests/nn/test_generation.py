@@ -115,3 +115,10 @@ def test_bad_input(decoder, tokens):
         generate(model, ids[0], 3)
     with pytest.raises(NotImplementedError, match="no recurrent form"):
         generate(decoder("lsh"), ids, 3)
+
+
+def test_extreme_sampling_input():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    assert sample(logits, temperature=1e-45).item() == 1
+    with pytest.raises(ValueError, match="NaN"):
+        sample(torch.full((1, 4), float("nan")), temperature=0)

@@ -74,6 +74,26 @@ def test_the_first_choice_meets_the_target(kind, target, length, monkeypatch):
     assert piece.error(attend, draws=10) <= 1.2 * target
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_piece_measures_the_error_of_the_whole_matrix(is_causal):
+    """Against the matrix itself (values = identity), with grouped heads, a mask and flat rows that are all alike."""
+    generator = torch.Generator().manual_seed(1)
+    q = 0.3 * torch.randn(2, 4, 160, D, generator=generator)
+    k = 0.3 * torch.randn(2, 2, 160, D, generator=generator)
+    mask = torch.ones(2, 160, dtype=torch.bool)
+    mask[1, 100:] = False
+    attend = sq.create("performer", D, num_features=64, seed=0)
+    call = {"is_causal": is_causal, "key_mask": mask}
+    eye = torch.eye(160).expand(2, 2, 160, 160)
+    difference = attend(q, k, eye, **call) - sq.attention(q, k, eye, "softmax", **call)
+    exact = sq.attention(q, k, eye, "softmax", **call)
+    real = mask[:, None, :, None]
+    error = float((difference * real).square().sum() / (exact * real).square().sum())
+    piece = Piece(q, k, None, tokens=640, is_causal=is_causal, scale=None, key_mask=mask, seed=0)
+    assert piece.q.shape[0] == 2
+    assert piece.error(attend) == pytest.approx(error, rel=0.1)
+
+
 def test_unattainable_is_said_plainly():
     q, k = data("unattainable")
     answer = sq.plan(q, k, target_error=0.05, mechanisms=FAST)
@@ -144,9 +164,9 @@ def test_causal_grouped_masked_cross():
 
 
 def test_a_window_is_not_judged_where_it_covers_everything():
-    """300 tokens: a window of 64 on each side is nearly exact there, and at a million tokens it is not."""
-    q, k = data("flat", length=300)
-    near = sq.plan(q, k, mechanisms=["local"], length=300)
+    """260 tokens: a window of 256 on each side is nearly exact there, and at a million tokens it is not."""
+    q, k = data("flat", length=260)
+    near = sq.plan(q, k, mechanisms=["local"], length=260)
     far = sq.plan(q, k, mechanisms=["local"], length=1_000_000)
     assert [c.options for c in near.choices if c.mechanism == "local"] == [{"window": 256}]
     assert [c.options for c in far.choices if c.mechanism == "local"] == [{"window": 16}]

@@ -10,7 +10,7 @@ import subquad as sq
 from subquad.features import variance
 from subquad.features.base import weigh
 from subquad.planning import covariance
-from subquad.planning.sampling import blocks, evenly, pick_keys
+from subquad.planning.sampling import blocks, evenly, pick_keys, pick_rows
 
 D = 64
 FAMILIES = {
@@ -226,7 +226,8 @@ def test_says_where_it_breaks():
     assert not trig.reliable
     assert "normaliser" in trig.reason
     huge = sq.predict_error(100 * q, 100 * k, "performer", num_features=64)
-    assert huge.error == math.inf
+    assert 0.5 < huge.error <= 2.0  # a row of positive weights that sum to 1 cannot be further away
+    assert sq.predict_error(100 * q, 100 * k, "performer", num_features=64, features="trig").error == math.inf
     assert not huge.reliable
     assert "not reliable" in str(huge)
 
@@ -250,6 +251,41 @@ def test_torch_generator_is_left_alone():
     before = torch.get_rng_state()
     sq.predict_error(q, k)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_rows_that_are_picked_stand_for_all():
+    """24 of 2000 queries: rare large ones carry the error, so an even sample would miss it."""
+    generator = torch.Generator().manual_seed(6)
+    q = 0.3 * torch.randn(1, 1, 2000, D, generator=generator, dtype=torch.float64)
+    q *= torch.exp(0.15 * torch.randn(2000, 1, generator=generator, dtype=torch.float64))
+    k = 0.25 * torch.randn(1, 1, 64, D, generator=generator, dtype=torch.float64)
+    options = {"num_features": 256, "features": "oprf", "antithetic": True}
+    every = sq.predict_error(q, k, **options, max_queries=256)
+    few = sq.predict_error(q, k, **options, max_queries=24)
+    assert few.error == pytest.approx(every.error, rel=0.2)
+    assert few.baselines["uniform"] == pytest.approx(every.baselines["uniform"], rel=0.2)
+    assert measured(q, k, 10, **options) / every.error == pytest.approx(1.0, abs=0.3)
+    index, count = pick_rows(q[0, 0], 24)
+    assert len(set(index.tolist())) == 24
+    assert float(count.sum()) == pytest.approx(2000)
+
+
+def test_causal_rows_that_are_picked_stand_for_all():
+    """Early rows carry most of |A|^2: row i has about 1/i of it."""
+    generator = torch.Generator().manual_seed(8)
+    q, k = 0.4 * torch.randn(2, 1, 1, 500, D, generator=generator, dtype=torch.float64)
+    options = {"num_features": 256, "features": "oprf", "antithetic": True, "is_causal": True}
+    every = sq.predict_error(q, k, **options, max_queries=256)
+    few = sq.predict_error(q, k, **options, max_queries=32)
+    exact = torch.softmax((q @ k.mT / 8).masked_fill(~torch.ones(500, 500, dtype=torch.bool).tril(), -math.inf), -1)
+    uniform = torch.ones(500, 500, dtype=torch.float64).tril() / torch.arange(1, 501).unsqueeze(-1)
+    true = float((uniform - exact).square().sum() / exact.square().sum())
+    assert few.baselines["uniform"] == pytest.approx(true, rel=0.2)
+    assert few.error == pytest.approx(every.error, rel=0.2)
+    index, count = pick_rows(q[0, 0], 32, is_causal=True)
+    assert len(index) == len(set(index.tolist())) <= 32
+    assert (float(count.sum()), int(index.min())) == (500.0, 0)
+    assert int(index.max()) < 500
 
 
 def test_keys_that_are_picked_stand_for_all():

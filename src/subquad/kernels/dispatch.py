@@ -58,8 +58,7 @@ def choose_backend(
 
 def _prepare(feature_map: FeatureMap, chunk_size: int | None) -> None:
     feature_map.check_ready()
-    if chunk_size is not None:
-        checks.check_positive("chunk_size", chunk_size)
+    checks.check_chunk_size(chunk_size)
 
 
 def full(

@@ -6,6 +6,7 @@ a table with one anonymous input says nothing. The row *uniform* replaces attent
 mechanism whose error is not below it has learnt nothing from q and k on that input.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +143,10 @@ def compare(
     [('softmax', 'measured'), ('uniform', 'measured')]
     """
     names = list(subquad.list_mechanisms() if mechanisms is None else mechanisms)
-    names = ["softmax", *(name for name in names if name != "softmax"), UNIFORM]
+    names = ["softmax", *dict.fromkeys(name for name in names if name not in ("softmax", UNIFORM)), UNIFORM]
+    most = 16 * (os.cpu_count() or 1)
+    if threads is not None and not 1 <= threads <= most:
+        raise ValueError(f"threads={threads}: expected 1 to {most}; more than the cores only wait for each other")
     lengths, causal, input_stds = sorted(set(lengths)), list(causal), list(input_stds)
     if not lengths or lengths[0] < 1:
         raise ValueError(f"lengths={lengths}: one or more positive numbers of tokens are expected")

@@ -13,7 +13,7 @@ def mechanism_list(width: int = 100) -> str:
     """Every mechanism as a paragraph: name, facts and complexity, then equation, paper and options with defaults.
 
     >>> print(mechanism_list().split("\\n\\n")[0].splitlines()[0].split()[0])
-    efficient
+    clustered
     """
     paragraphs = []
     for name in subquad.list_mechanisms():

@@ -83,6 +83,9 @@ def create(
             raise TypeError(f"{mechanism.name} is an object already; options {sorted(options)} cannot be changed")
         if head_dim is not None and mechanism.head_dim != head_dim:
             raise ValueError(f"the mechanism given has head_dim={mechanism.head_dim}, here {head_dim} is needed")
+        for argument, wanted, has in (("heads", heads, mechanism.heads), ("kv_heads", kv_heads, mechanism.kv_heads)):
+            if wanted is not None and has is not None and wanted != has:
+                raise ValueError(f"the mechanism given has {argument}={has}, here {wanted} is needed")
         return mechanism
     if mechanism == "auto":
         if head_dim is None or "length" not in options:

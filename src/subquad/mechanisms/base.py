@@ -21,6 +21,14 @@ from ..state import LinearState
 __all__ = ["Kernelised", "Mechanism"]
 
 
+def _without_padding(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """k and v with zeros at masked keys: a weight of 0 times NaN would still be NaN, forward and in the gradient."""
+    if key_mask is None:
+        return k, v
+    hidden = key_mask.logical_not().unsqueeze(1).unsqueeze(-1)
+    return k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+
+
 class Mechanism(nn.Module):
     """Base of all mechanisms.
 
@@ -120,12 +128,14 @@ class Mechanism(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
+        attn_mask: None = None,
+        dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
+        enable_gqa: bool = True,
         key_mask: Tensor | None = None,
         query_mask: Tensor | None = None,
-        attn_mask: None = None,
         backend: str | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
@@ -136,8 +146,14 @@ class Mechanism(nn.Module):
         key_mask:   (B, S) bool, True = real; masked keys have exactly zero weight
         query_mask: (B, L) bool, True = real; masked queries give 0
         backend, chunk_size: who computes and in which pieces; None = the fastest
+
+        attn_mask, dropout_p, enable_gqa are torch's arguments: a mask or dropout of the (L, S) weights is refused,
+        since they are never formed; grouped-query heads are always recognised.
         """
         checks.refuse_attn_mask(attn_mask)
+        checks.refuse_dropout(dropout_p)
+        checks.check_flag("is_causal", is_causal)
+        checks.check_chunk_size(chunk_size)
         checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
@@ -152,6 +168,7 @@ class Mechanism(nn.Module):
         if q.shape[0] == 0:
             # The last, odd-sized batch of a data loader: nothing to compute, but still a part of the graph.
             return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
+        k, v = _without_padding(k, v, key_mask)
         out = self._attend(
             q,
             k,
@@ -195,6 +212,8 @@ class Mechanism(nn.Module):
                 f"scan consumes tokens, so q and k must have the same length, got {q.shape[2]} and {k.shape[2]}; "
                 "use absorb(k, v) and read(q, state) for cross attention"
             )
+        checks.check_chunk_size(chunk_size)
+        k, v = _without_padding(k, v, key_mask)
         return self._scan(
             q,
             k,
@@ -354,6 +373,7 @@ class Kernelised(Mechanism):
             if state is None
             else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], number)
         )
+        k, v = _without_padding(k, v, key_mask)
         return dispatch.absorb(
             self.feature_map, k, v, state, scale=number, key_mask=key_mask, backend=backend, chunk_size=chunk_size
         )

@@ -44,9 +44,13 @@ def sample(
     tensor([1])
     """
     _check_sampling(temperature, top_k, top_p)
+    if bool(logits.isnan().any()):
+        raise ValueError("logits hold NaN: the model diverged, or its input did; there is no most likely token")
     if temperature == 0:
         return logits.argmax(-1)
-    scores = logits.float() / temperature
+    # Relative to the largest first: a tiny temperature then gives -inf and 0, never inf - inf.
+    scores = logits.float()
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < scores.shape[-1]:
         # By place, not by value: of equal ones at the border no more than k stay.
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(top_k).indices, True)
@@ -119,6 +123,10 @@ def stream(
         checks.check_positive("prefill_size", prefill_size)
     if end_token is not None:
         checks.check_positive("end_token", end_token, least=0)
+        if end_token >= model.config.vocab:
+            raise ValueError(
+                f"end_token={end_token} can never be produced: the vocabulary is 0..{model.config.vocab - 1}"
+            )
     return _steps(
         model,
         tokens,

@@ -75,5 +75,5 @@ def polynomial_weights(block: Block, means: Means | None, *, degree: int, hermit
 def squared_errors(block: Block, weights: Tensor) -> tuple[float, float]:
     """|A' - A|^2 and, where there are values, |A' v - A v|^2 of the rows `weights`."""
     difference = weights - block.weights
-    out = 0.0 if block.v is None else float((difference @ block.v).square().sum())
-    return float(difference.square().sum()), out
+    out = 0.0 if block.v is None else block.total((difference @ block.v).square())
+    return block.total(difference.square()), out

@@ -30,7 +30,7 @@ from .baselines import means_of
 from .candidates import Ladder, ladders, least_tokens
 from .cost import attention_costs
 from .measuring import Piece
-from .prediction import baseline_errors, calibrated, check_inputs, error_curve
+from .prediction import Curve, baseline_errors, calibrated, check_inputs
 from .recommendation import Choice, Plan
 from .sampling import blocks, evenly
 
@@ -62,7 +62,7 @@ class _Study:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor | None, target: float, length: int, seed: int, **form: Any
     ) -> None:
-        self.q, self.k, self.target, self.length, self.seed = q, k, target, length, seed
+        self.q, self.k, self.length, self.seed = q, k, length, seed
         self.key_mask: Tensor | None = form["key_mask"]
         self.with_values = v is not None
         self.scale = 1.0 / math.sqrt(q.shape[-1]) if form["scale"] is None else float(form["scale"])
@@ -79,6 +79,8 @@ class _Study:
         statistics.update(q, k, self.key_mask)
         weights, outs = baseline_errors(self.sample, means_of(statistics, self.scale))
         self.baselines = outs if self.with_values else weights
+        # What is worse than the mean of the values is of no use, however generous the target.
+        self.target = min(target, self.baselines["uniform"])
 
     def make(self, ladder: Ladder, options: dict[str, Any]) -> Mechanism:
         """The mechanism of one step, calibrated on the data where it uses calibration."""
@@ -130,13 +132,13 @@ class _Study:
         """The error without a run, where it has no randomness."""
         if not isinstance(attend, Taylor):
             return None
-        curve = error_curve(attend, self.sample, scale=self.scale, max_keys=KEYS_PER_ROW)
+        curve = Curve(attend, self.sample, scale=self.scale, max_keys=KEYS_PER_ROW)
         return curve.error(None, output=self.with_values)
 
     def search(self, ladder: Ladder) -> Choice:
         """The smallest number of random features that meets the target, by prediction and then by measurement."""
         first = self.make(ladder, ladder.steps[0])
-        curve = error_curve(first, self.sample, scale=self.scale, max_keys=KEYS_PER_ROW)
+        curve = Curve(first, self.sample, scale=self.scale, max_keys=KEYS_PER_ROW)
         predicted = [curve.error(step["num_features"], output=self.with_values) for step in ladder.steps]
         trusted = [curve.trust(curve.at(step["num_features"])[0])[0] for step in ladder.steps]
         found: dict[int, float] = {}
@@ -243,9 +245,8 @@ def plan(
     )
     found = [study.search(each) if each.random_features else study.climb(each) for each in candidates]
     choices = [choice for choice in found if choice is not None]
-    limit = min(target_error, study.baselines["uniform"])
-    good = [choice for choice in choices if choice.error <= limit]
-    rest = [choice for choice in choices if not choice.error <= limit]
+    good = [choice for choice in choices if choice.error <= study.target]
+    rest = [choice for choice in choices if not choice.error <= study.target]
     *good, exact = _timed([*good, Choice("softmax", {}, predicted_error=0.0)], study, heads, length, is_causal)
     return Plan(
         choices=tuple(sorted([*good, exact], key=lambda c: c.seconds)) + tuple(sorted(rest, key=lambda c: c.error)),

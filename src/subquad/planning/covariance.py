@@ -31,8 +31,9 @@ Both sums are linear in C, so one pass over the keys gives the error at every nu
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -79,27 +80,32 @@ class Law:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Summed over rows: what G and g contribute to the error of the weights and of the outputs."""
+    """Per query (n,): what G and g contribute to the error of the weights and of the outputs, and what bounds it.
 
-    single: float
-    gain: float
-    single_out: float
-    gain_out: float
+    Positive features give a row of positive weights that sum to 1, so |dA_i|^2 <= 1 + |a_i|^2 and
+    |dO_i| <= max_j |v_j - O_i| whatever the variance: a single query of huge norm cannot own the whole prediction.
+    """
+
+    single: Tensor
+    gain: Tensor
+    single_out: Tensor
+    gain_out: Tensor
+    most: Tensor
+    most_out: Tensor
+    multiples: Tensor
 
     def __add__(self, other: RowSums) -> RowSums:
-        return RowSums(
-            self.single + other.single,
-            self.gain + other.gain,
-            self.single_out + other.single_out,
-            self.gain_out + other.gain_out,
-        )
+        return RowSums(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
 
     def error(self, law: Law, num_features: int) -> tuple[float, float]:
-        """E |dA|^2 and E |dO|^2 at this number of features; infinite where the formula overflows."""
+        """E |dA|^2 and E |dO|^2 at this number of features; infinite where the formula overflows and nothing bounds."""
         one, c = law.coefficient(num_features)
-        errors = (one * self.single - c * self.gain, one * self.single_out - c * self.gain_out)
-        weights, out = (e if e == e else float("inf") for e in errors)
-        return weights, out
+
+        def total(single: Tensor, gain: Tensor, most: Tensor) -> float:
+            each = torch.nan_to_num(one * single - c * gain, nan=math.inf, posinf=math.inf)
+            return float((torch.minimum(each, most) * self.multiples).sum())
+
+        return total(self.single, self.gain, self.most), total(self.single_out, self.gain_out, self.most_out)
 
 
 def _gegenbauer(dim: int) -> Tensor:
@@ -171,7 +177,7 @@ class _Gain:
 
 
 def _quadratic(matrix: Tensor, a: Tensor, count: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both sums for C = `matrix` (n, K, K), where key j stands for `count_j` keys like it.
+    """Both sums per query (n,) for C = `matrix` (n, K, K), where key j stands for `count_j` keys like it.
 
     A pair of different keys stands for count_j count_l pairs, a key with itself for count_j, not its square.
     """
@@ -183,21 +189,27 @@ def _quadratic(matrix: Tensor, a: Tensor, count: Tensor, gram: Tensor | None) ->
     own = (count * a * a * diagonal).sum(-1)
     cross = (counted * a * product).sum(-1) - (excess * a**3 * diagonal).sum(-1)
     whole = (counted * product).sum(-1) - (excess * a * a * diagonal).sum(-1)
-    weights = (own - 2 * cross + squares * whole).sum()
+    weights = own - 2 * cross + squares * whole
     if gram is None:
-        return weights, weights.new_zeros(())
+        return weights, torch.zeros_like(weights)
     pairs = counted.unsqueeze(-1) * counted.unsqueeze(-2) * matrix * gram
-    out = pairs.sum() - (excess * a * a * diagonal * gram.diagonal(dim1=-2, dim2=-1)).sum()
+    out = pairs.sum((-2, -1)) - (excess * a * a * diagonal * gram.diagonal(dim1=-2, dim2=-1)).sum(-1)
     return weights, out
 
 
-def row_sums(law: Law, x: Tensor, y: Tensor, a: Tensor, count: Tensor, residual: Tensor | None) -> RowSums:
-    """E |dA|^2 and E |dO|^2 summed over n queries, apart from the number of features.
+def row_sums(
+    law: Law, x: Tensor, y: Tensor, a: Tensor, count: Tensor, residual: Tensor | None, multiples: Tensor
+) -> RowSums:
+    """E |dA|^2 and E |dO|^2 of n queries, apart from the number of features.
 
     x (n, D), y (n, K, D): centred where the map centres;  a (n, K): exact weights;  count (n, K): keys that each stands
-    for;  residual (n, K, E): v_j - O_i, or None
+    for;  residual (n, K, E): v_j - O_i, or None;  multiples (n,): queries that each stands for
     """
-    total = RowSums(0.0, 0.0, 0.0, 0.0)
+    most = torch.full_like(multiples, math.inf) if law.trig else 1.0 + (count * a * a).sum(-1)
+    most_out = torch.full_like(multiples, math.inf)
+    if residual is not None and not law.trig:
+        most_out = (residual.square().sum(-1) * (count > 0)).amax(-1)
+    parts: list[RowSums] = []
     if law.basis is not None:
         x, y = x @ law.basis, y @ law.basis
     s, t = 1 - 4 * law.a, 1 - 8 * law.a
@@ -219,8 +231,9 @@ def row_sums(law: Law, x: Tensor, y: Tensor, a: Tensor, count: Tensor, residual:
             single = (single + torch.expm1(shift - inner)) / 2
         gram = None if residual is None else residual[rows] @ residual[rows].mT
         sums = _quadratic(single, a[rows], count[rows], gram)
-        gains = (sums[0].new_zeros(()), sums[0].new_zeros(()))
+        gains = (torch.zeros_like(sums[0]), torch.zeros_like(sums[0]))
         if shared is not None:
             gains = _quadratic(shared.matrix(rows), a[rows], count[rows], gram)
-        total = total + RowSums(float(sums[0]), float(gains[0]), float(sums[1]), float(gains[1]))
-    return total
+        bounds = (most[rows], most_out[rows], multiples[rows])
+        parts.append(RowSums(sums[0], gains[0], sums[1], gains[1], *bounds))
+    return functools.reduce(RowSums.__add__, parts)

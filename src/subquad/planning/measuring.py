@@ -1,7 +1,9 @@
 """The error of any mechanism, measured: its own output on a contiguous piece of the sequence against exact attention.
 
 Contiguous, because what a window or a cluster leaves out depends on what stands where. With values v of independent
-entries +-1, E |A' v - A v|^2 / E |A v|^2 = |A' - A|^2 / |A|^2: one run measures the error of the whole matrix.
+entries +-1 and width E, the mean of |A' v - A v|^2 is E |A' - A|^2: one run measures the error of the whole matrix. Its
+size E |A|^2 is computed, not taken from |A v|^2: rows of flat attention are all alike, and the E numbers that they make
+of v scatter by sqrt(2 / E) however many rows there are.
 """
 
 from __future__ import annotations
@@ -58,7 +60,28 @@ class Piece:
             self.exact = Softmax(self.q.shape[-1])(self.q, self.k, self.v, **self.call)
         # Padding is no query either, and a row without any key is 0 in both.
         self.rows = real.unsqueeze(1).unsqueeze(-1).float() if real is not None and length == size else None
-        self.norm = float(self._masked(self.exact).double().square().sum())
+        if v is None:
+            self.norm = VALUE_WIDTH * self._squared_weights(is_causal, scale, real)
+        else:
+            self.norm = float(self._masked(self.exact).double().square().sum())
+
+    def _squared_weights(self, is_causal: bool, scale: float | None, real: Tensor | None) -> float:
+        """|A|^2 over all real queries, a few rows at a time."""
+        group = self.q.shape[1] // self.k.shape[1]
+        keys = self.k.repeat_interleave(group, 1)
+        scale = 1.0 / math.sqrt(self.q.shape[-1]) if scale is None else scale
+        total = 0.0
+        for rows in torch.arange(self.q.shape[2]).split(128):
+            hidden = torch.zeros(len(rows), keys.shape[2], dtype=torch.bool)
+            if is_causal:
+                hidden = torch.arange(keys.shape[2]) > rows.unsqueeze(1)
+            if real is not None:
+                hidden = hidden | ~real[:, None, None, :]
+            scores = (scale * self.q[:, :, rows] @ keys.mT).masked_fill(hidden, -math.inf)
+            # A row without keys is NaN here and 0 in the output: it counts as 0.
+            squares = torch.softmax(scores, -1).square_().sum(-1, keepdim=True).nan_to_num_(0.0)
+            total += float((squares if self.rows is None else squares * self.rows[:, :, rows]).double().sum())
+        return total
 
     @property
     def tokens(self) -> int:

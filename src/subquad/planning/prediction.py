@@ -26,7 +26,7 @@ from .baselines import Means, means_of, polynomial_weights, squared_errors, unif
 from .covariance import Law, RowSums, row_sums
 from .sampling import Block, blocks, pick_keys
 
-__all__ = ["Curve", "Prediction", "calibrated", "error_curve", "predict_error", "refusal"]
+__all__ = ["Curve", "Prediction", "baseline_errors", "calibrated", "check_inputs", "predict_error", "refusal"]
 
 POSITIVE_LIMIT = 0.05
 TRIG_LIMIT = 0.2
@@ -109,9 +109,12 @@ def _law(attend: Performer, head: int) -> Law:
 
 
 class Curve:
-    """The error of one mechanism on one sample: for random features, at any number of features."""
+    """The error of one calibrated mechanism on one sample: for random features, at any number of features.
 
-    def __init__(self, attend: Mechanism, sample: list[Block], scale: float, max_keys: int) -> None:
+    `refusal` says which mechanisms have no closed form.
+    """
+
+    def __init__(self, attend: Mechanism, sample: list[Block], *, scale: float, max_keys: int) -> None:
         self.attend = attend
         heads = sorted({block.head for block in sample})
         self.norm = dict.fromkeys(heads, 0.0)
@@ -125,9 +128,9 @@ class Curve:
             means = means_of(phi.calibration, scale)  # type: ignore[union-attr]
         for block in sample:
             head = block.head
-            self.norm[head] += float(block.weights.square().sum())
+            self.norm[head] += block.total(block.weights.square())
             if block.v is not None:
-                self.norm_out[head] += float(block.out.square().sum())
+                self.norm_out[head] += block.total(block.out.square())
             centre = None if means is None else means[block.kv_head]
             if isinstance(attend, Taylor):
                 rows = polynomial_weights(block, centre, degree=attend.degree, hermite=attend.hermite)
@@ -146,7 +149,7 @@ class Curve:
         if means is not None:
             x, y = x - means.x, y - means.y
         residual = None if block.v is None else block.v[index] - block.out.unsqueeze(1)
-        return row_sums(law, x, y[index], block.weights.gather(1, index), count, residual)
+        return row_sums(law, x, y[index], block.weights.gather(1, index), count, residual, block.count)
 
     def at(self, num_features: int | None) -> tuple[float, float, tuple[float, ...]]:
         """error, output error and the error per head; `num_features` counts for random features only."""
@@ -181,11 +184,6 @@ class Curve:
         return True, ""
 
 
-def error_curve(attend: Mechanism, sample: list[Block], *, scale: float, max_keys: int) -> Curve:
-    """The closed form of a calibrated mechanism on a sample; see `refusal` for what has none."""
-    return Curve(attend, sample, scale, max_keys)
-
-
 def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, float], dict[str, float]]:
     """Errors of the weights and of the outputs of uniform attention, degree 1 and Hermite degree 2."""
 
@@ -195,8 +193,8 @@ def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, 
         yield "degree-1", polynomial_weights(block, centre, degree=1)
         yield "hermite-2", polynomial_weights(block, centre, degree=2, hermite=True)
 
-    norm = sum(float(block.weights.square().sum()) for block in sample)
-    norm_out = sum(float(block.out.square().sum()) for block in sample if block.v is not None)
+    norm = sum(block.total(block.weights.square()) for block in sample)
+    norm_out = sum(block.total(block.out.square()) for block in sample if block.v is not None)
     weights: dict[str, float] = {}
     outs: dict[str, float] = {}
     for block in sample:
@@ -210,10 +208,8 @@ def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, 
 
 def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> None:
     """Shapes, and at least one query with one key."""
-    checks.check_attention(
-        q, k, k if v is None else v, head_dim=q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0, heads=None,
-        kv_heads=None,
-    )  # fmt: skip
+    width = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
+    checks.check_attention(q, k, k if v is None else v, head_dim=width, heads=None, kv_heads=None)
     checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
     if 0 in q.shape[:3] or k.shape[2] == 0:
         raise ValueError(
@@ -265,7 +261,8 @@ def predict_error(
         options["num_features"] = num_features
     if isinstance(mechanism, Mechanism):
         attend = create(mechanism, q.shape[-1], **options)
-        attend.feature_map.check_ready() if isinstance(attend, Performer | Taylor) else None
+        if isinstance(attend, Performer | Taylor):
+            attend.feature_map.check_ready()
     else:
         if mechanism == "performer":
             options = {"seed": 0, **options}  # the error does not depend on it, torch's generator is left alone
@@ -278,7 +275,7 @@ def predict_error(
     sample = list(blocks(q, k, v, scale=number, is_causal=is_causal, key_mask=key_mask, max_queries=max_queries))
     if not sample:
         raise ValueError("key_mask leaves no query with a key; at least one real key per sampled sequence is expected")
-    curve = error_curve(attend, sample, scale=number, max_keys=max_keys)
+    curve = Curve(attend, sample, scale=number, max_keys=max_keys)
     error, out, per_head = curve.at(getattr(attend, "num_features", None))
     reliable, why = curve.trust(error)
     statistics = Calibration(k.shape[1], k.shape[-1])

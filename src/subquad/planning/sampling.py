@@ -2,7 +2,10 @@
 
 A prediction sums over pairs of keys, so it cannot see all of them. Per query it takes the keys with the largest
 weights, all of them, and an even sample of the rest that counts for the keys left out: where attention is sharp the few
-keys that carry a row are there, where it is flat the rest is. Nothing is random: the same input gives the same sample.
+keys that carry a row are there, where it is flat the rest is. Queries likewise: half of them are from the tenth with
+the largest norms, whose rows carry most of the error (causal: at positions spaced by a factor, since early rows carry
+most of |A|^2), and each stands for as many as its part of the sequence has.
+Nothing is random: the same input gives the same sample.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from ..features.base import scaled
 
-__all__ = ["Block", "blocks", "evenly", "pick_keys"]
+__all__ = ["Block", "blocks", "evenly", "pick_keys", "pick_rows"]
 
 MOST_KEYS = 16384  # beyond this even a row of scores is sampled
 MOST_ROWS = 256  # over all heads: many heads share the work
@@ -28,6 +31,7 @@ class Block:
 
     x (n, D), y (S, D): scaled, so that the kernel is e^{x.y};  weights (n, S): exact softmax rows, 0 where not visible
     v (S, E) or None;  visible (n, S) bool;  head, kv_head: which heads these are
+    count (n,): how many queries each of these stands for
     """
 
     head: int
@@ -37,6 +41,11 @@ class Block:
     v: Tensor | None
     visible: Tensor
     weights: Tensor
+    count: Tensor
+
+    def total(self, squares: Tensor) -> float:
+        """Squares (n, ...) summed over all queries that these stand for."""
+        return float((squares.flatten(1).sum(-1) * self.count).sum())
 
     @property
     def out(self) -> Tensor:
@@ -54,6 +63,24 @@ def evenly(count: int, most: int) -> Tensor:
     if count <= most:
         return torch.arange(count)
     return ((torch.arange(most, dtype=torch.float64) + 0.5) * (count / most)).long()
+
+
+def pick_rows(x: Tensor, most: int, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Indices of at most `most` of the queries x (n, D), and how many queries each of them stands for."""
+    count = len(x)
+    if count <= most:
+        return torch.arange(count), torch.ones(count, dtype=torch.float64)
+    if is_causal:
+        # A row of n keys has |a|^2 of about 1/n: every doubling of the position carries as much as the one before.
+        edges = torch.logspace(0, math.log10(count + 1), most + 1, dtype=torch.float64).round().long().unique() - 1
+        return (edges[:-1] + edges[1:]) // 2, torch.diff(edges).to(torch.float64)
+    x = x.to(torch.float64)
+    order = (x - x.mean(0)).square().sum(-1).argsort(dim=0, descending=True, stable=True)
+    large = math.ceil(count / 10)
+    parts = [(order[:large], most // 2), (order[large:], most - most // 2)]
+    index = torch.cat([part[evenly(len(part), share)] for part, share in parts])
+    counts = [torch.full((min(len(part), share),), len(part) / max(1, min(len(part), share))) for part, share in parts]
+    return index, torch.cat(counts).to(torch.float64)
 
 
 def blocks(
@@ -77,7 +104,8 @@ def blocks(
             real = torch.arange(length)
             if key_mask is not None and length == k.shape[2]:
                 real = key_mask[item].cpu().nonzero().squeeze(-1)  # padding among the keys is padding among the queries
-            rows = real[evenly(len(real), share)]
+            picked, counts = pick_rows(q[item, head].detach().cpu()[real], share, is_causal=is_causal)
+            rows = real[picked]
             columns = evenly(k.shape[2], MOST_KEYS)
             visible = torch.ones(len(rows), len(columns), dtype=torch.bool)
             if is_causal:
@@ -85,7 +113,7 @@ def blocks(
             if key_mask is not None:
                 visible = visible & key_mask[item].cpu()[columns].unsqueeze(0)
             seen = visible.any(1)  # a query without keys has no row to be wrong about
-            rows, visible = rows[seen], visible[seen]
+            rows, visible, counts = rows[seen], visible[seen], counts[seen]
             if not len(rows):
                 continue
             kv_head = head // group
@@ -97,7 +125,7 @@ def blocks(
             y = scaled(taken(k, kv_head, columns), scale, queries=False)
             weights = torch.softmax((x @ y.mT).masked_fill(~visible, -math.inf), -1)
             values = None if v is None else taken(v, kv_head, columns)
-            yield Block(head, kv_head, x, y, values, visible, weights)
+            yield Block(head, kv_head, x, y, values, visible, weights, counts)
 
 
 def pick_keys(block: Block, max_keys: int) -> tuple[Tensor, Tensor]:
