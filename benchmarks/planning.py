@@ -201,7 +201,7 @@ def main() -> None:
             f"{min(ratios):.2f} {statistics.median(ratios):.2f} {max(ratios):.2f}" if ratios else "-"
         )
         print(
-            f"{kind:24s} {row['target']:6.2f}  {row['uniform']:7.3f}  {row['error_over_target']:12.2f}  "
+            f"{kind:24s} {row['target']:6.3f}  {row['uniform']:7.3f}  {row['error_over_target']:12.2f}  "
             f"{row['time_over_fastest']:12.2f}  {spread:32s} {'   ' if row['good'] else '!! '}"
             f"{row['first'] or 'unattainable'}   [{row['fastest']}]",
             flush=True,

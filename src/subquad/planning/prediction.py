@@ -242,9 +242,9 @@ def predict_error(
     v:           (B, H, S, E): also predict the relative squared error of the output
     max_queries: rows per head;  max_keys: keys per row that the closed form looks at
 
-    Closed form: see `planning/covariance.py`; within 20 % while the error is below 0.05 (trigonometric: 0.2), and
-    `reliable` says so. The features are those of Choromanski et al., "Rethinking Attention with Performers", 2021, and
-    of Likhosherstov et al., "FAVOR#", 2023.
+    Closed form: see `planning/covariance.py`. Below 0.05 (trigonometric: 0.2) `reliable` is True and it is usually
+    within 20 %; rare queries or keys of large norm that the sample misses can make it more than that. The features are
+    those of Choromanski et al., "Rethinking Attention with Performers", 2021, and Likhosherstov et al., "FAVOR#", 2023.
 
     >>> import torch, subquad as sq
     >>> q, k = 0.3 * torch.randn(2, 1, 2, 200, 64)
