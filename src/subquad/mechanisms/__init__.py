@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from .. import checks
-from .base import Kernelised, Mechanism
+from .base import Mechanism
 from .clustered import Clustered, ImprovedClustered
 from .efficient import Efficient
 from .hedgehog import Hedgehog
 from .hybrid import Hybrid
+from .kernelised import Kernelised
 from .linear import LinearAttention
 from .linformer import Linformer
 from .local import Local

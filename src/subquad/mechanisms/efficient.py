@@ -22,7 +22,7 @@ from ..features.base import scaled
 from ..features.elementwise import ElementwiseFeatures, LogFeatures
 from ..kernels import dispatch
 from ..state import LinearState
-from .base import Kernelised
+from .kernelised import Kernelised
 
 __all__ = ["Efficient"]
 

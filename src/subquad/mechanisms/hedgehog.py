@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..features.learned import HedgehogFeatures, fit, mean_divergence
-from .base import Kernelised
+from .kernelised import Kernelised
 
 __all__ = ["Hedgehog"]
 

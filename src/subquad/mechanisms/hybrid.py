@@ -23,8 +23,9 @@ from .. import checks
 from ..kernels.checkpointing import tracing
 from ..kernels.dispatch import full_precision
 from . import near_far, near_far_reference, two_sided
-from .base import Kernelised, Mechanism
+from .base import Mechanism
 from .hybrid_state import HybridState
+from .kernelised import Kernelised
 
 __all__ = ["Hybrid"]
 

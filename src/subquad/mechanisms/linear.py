@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..features.elementwise import ELEMENTWISE, ElementwiseFeatures
-from .base import Kernelised
+from .kernelised import Kernelised
 
 __all__ = ["LinearAttention"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import checks
 from ..features.projections import PROJECTIONS
 from ..features.random import EXPONENTIAL, ExponentialFeatures, GeneralisedFeatures, RandomFeatures, TrigFeatures
-from .base import Kernelised
+from .kernelised import Kernelised
 
 __all__ = ["Performer"]
 

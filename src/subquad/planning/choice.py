@@ -24,7 +24,8 @@ from torch import Tensor
 from .. import checks
 from ..features.calibration import Calibration
 from ..mechanisms import MECHANISMS, create
-from ..mechanisms.base import Kernelised, Mechanism
+from ..mechanisms.base import Mechanism
+from ..mechanisms.kernelised import Kernelised
 from ..mechanisms.taylor import Taylor
 from .baselines import means_of
 from .candidates import Ladder, ladders, least_tokens
