@@ -66,3 +66,16 @@ def test_exports(traced_case, is_causal):
 
     program = torch.export.export(Wrapped(), (q, k, v))
     assert (program.module()(q, k, v) - attn(q, k, v, is_causal=is_causal)).abs().max() <= 1e-5
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # inductor's own use of TorchScript
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiles_with_inductor(first_case, dtype):
+    """The real compiler: needs a C++ compiler and half a minute each."""
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=20, dtype=dtype)
+    for is_causal in first_case.causal_modes:
+        torch._dynamo.reset()
+        compiled = torch.compile(attn, fullgraph=True)
+        got, want = compiled(q, k, v, is_causal=is_causal), attn(q, k, v, is_causal=is_causal)
+        assert (got - want).abs().max() <= (1e-10 if dtype == torch.float64 else 1e-5)

@@ -91,10 +91,15 @@ def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, is_causal: bool
     return torch.stack(out, 1)
 
 
-def _create(name: str, head_dim: int, heads: int, seed: int, options: Mapping[str, Any]) -> subquad.Mechanism:
+def _create(
+    name: str, head_dim: int, heads: int, seed: int, longest: int, options: Mapping[str, Any]
+) -> subquad.Mechanism:
     """The mechanism with its defaults; what is random in it is seeded."""
-    seeded = {"seed": seed} if "seed" in subquad.describe(name)["options"] else {}
-    return subquad.create(name, head_dim, heads, **(seeded | dict(options))).eval()
+    known = subquad.describe(name)["options"]
+    own: dict[str, Any] = {"seed": seed} if "seed" in known else {}
+    if "length" in known:
+        own["length"] = longest  # Linformer is built for a length
+    return subquad.create(name, head_dim, heads, **(own | dict(options))).eval()
 
 
 def _first_line(error: Exception) -> str:
@@ -212,7 +217,7 @@ def _one_length(
             if name == UNIFORM:
                 attend: Callable[..., Tensor] = _uniform
             else:
-                attend = _create(name, head_dim, heads, seed, options.get(name, {}))
+                attend = _create(name, head_dim, heads, seed, q.shape[2], options.get(name, {}))
             errors[name] = {}
             for std, reference in references.items():
                 out = attend(std * q, std * k, v, is_causal=is_causal)[:, :, rows].double()
