@@ -31,6 +31,7 @@ __all__ = [
     "join",
     "merge",
     "register_state",
+    "row_weights",
     "safe_divide",
 ]
 
@@ -48,6 +49,21 @@ def safe_divide(numerator: Tensor, normaliser: Tensor) -> Tensor:
     empty = normaliser == 0
     divided = numerator / torch.where(empty, torch.ones_like(normaliser), normaliser).unsqueeze(-1)
     return divided.masked_fill(empty.unsqueeze(-1), 0.0)
+
+
+def row_weights(queries: Features, log_max: Tensor) -> tuple[Tensor, Tensor]:
+    """Query features (..., L, M) against keys kept relative to `log_max`, and the log shift (..., L) of each row.
+
+    a = exp(l_q + c - shift),     shift = max_r (l_q + c)_r,     -inf where no key was seen
+    """
+    log_max = log_max.unsqueeze(-2)
+    if queries.log_scale is None and log_max.shape[-1] == 1:
+        assert queries.values is not None
+        return queries.values, log_max.squeeze(-1).expand(queries.values.shape[:-1])
+    shifted = log_max + (0.0 if queries.log_scale is None else queries.log_scale)
+    row_max = shifted.detach().amax(-1, keepdim=True)
+    weights = exp_(shifted.sub_(finite(row_max)))
+    return weights if queries.values is None else queries.values * weights, row_max.squeeze(-1)
 
 
 class Partial(NamedTuple):
@@ -149,20 +165,11 @@ class LinearState:
 
     def partial(self, queries: Features) -> Partial:
         """Numerator (B,H,L,E), normaliser (B,H,L) and the log shift (B,H,L) both were divided by, per query."""
-        log_max = self.log_max.unsqueeze(-2)
-        if queries.log_scale is None and log_max.shape[-1] == 1:
-            assert queries.values is not None
-            weights, row_max = queries.values, log_max.expand(*queries.values.shape[:-1], 1)
-        else:
-            shifted = log_max + (0.0 if queries.log_scale is None else queries.log_scale)
-            row_max = shifted.detach().amax(-1, keepdim=True)
-            weights = exp_(shifted.sub_(finite(row_max)))
-            if queries.values is not None:
-                weights = queries.values * weights
+        weights, shift = row_weights(queries, self.log_max)
         numerator = weights @ self.weighted
         # A product and a sum: matrix-vector products in batches are several times slower.
         normaliser = (weights * self.normaliser.unsqueeze(-2)).sum(-1)
-        return Partial(numerator, normaliser, row_max.squeeze(-1))
+        return Partial(numerator, normaliser, shift)
 
     def read(self, queries: Features) -> Tensor:
         """out (B, H, L, E) for query features (B, H, L, M): every absorbed key is visible to every query."""

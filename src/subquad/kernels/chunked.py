@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..features.base import FeatureMap, Features, exp_, weigh
-from ..state import LinearState, Partial, finite, join, safe_divide
+from ..features.base import FeatureMap, Features, weigh
+from ..state import LinearState, Partial, finite, join, row_weights, safe_divide
 from .checkpointing import Carry, scan_chunks, tracing
 
 __all__ = ["absorb", "causal", "default_chunk", "exact_causal", "full", "read", "shared_shift"]
@@ -227,14 +227,8 @@ def shared_shift(
         key_weights = weigh(keys, -finite(log_max).unsqueeze(-2))
         rho = torch.exp(state.log_max - finite(log_max))
         weighted, normaliser = weighted * rho.unsqueeze(-1), normaliser * rho
-        if queries.log_scale is None and log_max.shape[-1] == 1:
-            query_weights, shift = weigh(queries, None), finite(log_max)
-        else:
-            shifted = log_max.unsqueeze(-2) + (0.0 if queries.log_scale is None else queries.log_scale)
-            row_max = finite(shifted.detach().amax(-1, keepdim=True))
-            query_weights, shift = exp_(shifted.sub_(row_max)), row_max.squeeze(-1)
-            if queries.values is not None:
-                query_weights = queries.values * query_weights
+        query_weights, shift = row_weights(queries, log_max)
+        shift = finite(shift)
 
     block = min(BLOCK, tokens)
     blocks = -(-tokens // block)

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..features.base import FeatureMap, Features, exp_, weigh
+from ..features.base import FeatureMap, Features, weigh
 from ..kernels.chunked import BLOCK, exact_causal, masked
-from ..state import LinearState, Partial, finite, safe_divide
+from ..state import LinearState, Partial, finite, row_weights, safe_divide
 from .hybrid_state import HybridState, take
 from .near_far import combine, compute, lay_out, sound
 from .windows import dense_partial, window_partial
@@ -60,14 +60,8 @@ def _shared(
         log_max = torch.maximum(torch.maximum(own_max, behind.log_max), keys.log_scale.detach().amax(-2))
         key_weights = weigh(keys, -finite(log_max).unsqueeze(-2))
         rho, rho_behind = (torch.exp(x.log_max - finite(log_max)) for x in (before, behind))
-        if queries.log_scale is None and log_max.shape[-1] == 1:
-            query_weights, shift = weigh(queries, None), finite(log_max)
-        else:
-            shifted = log_max.unsqueeze(-2) + (0.0 if queries.log_scale is None else queries.log_scale)
-            row_max = finite(shifted.detach().amax(-1, keepdim=True))
-            query_weights, shift = exp_(shifted.sub_(row_max)), row_max.squeeze(-1)
-            if queries.values is not None:
-                query_weights = queries.values * query_weights
+        query_weights, shift = row_weights(queries, log_max)
+        shift = finite(shift)
 
     block = min(BLOCK, tokens)
     blocks = -(-tokens // block)
