@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build --group test --group lint torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[cli]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all]'
 	@touch $@
 
 # The native kernels, straight into the package that the editable install points at. Where they cannot be built, the

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # Rooms that need extras or time to load: imported on first use.
-_ROOMS = ("lab", "nn")
+_ROOMS = ("hf", "lab", "nn", "parallel")
 # Functions that most programs never call: their modules are imported on first use.
 _LATER = {"plan": "planning.choice", "predict_error": "planning.prediction"}
 

@@ -1,0 +1,49 @@
+"""The command line: parses, calls, prints. Everything it does can be called from Python without it.
+
+One file per command, named like it; each is imported only when the command line runs, so that this package, like the
+whole library, can be imported without typer.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["main"]
+
+# The order of `subquad --help`. Each name is a module of this package with a function of that name.
+_COMMANDS = ("mechanisms", "bench")
+
+_NO_CLI = "subquad: the command line needs typer and rich, which are not installed: pip install 'subquad[cli]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the ``subquad`` command; without the ``cli`` extra, say how to get it and exit with status 2."""
+    try:
+        import rich.progress  # noqa: F401
+        import typer  # noqa: F401
+    except ModuleNotFoundError:
+        print(_NO_CLI, file=sys.stderr)
+        raise SystemExit(2) from None
+    _application()(args=None if arguments is None else list(arguments), prog_name="subquad")
+
+
+def _application() -> "typer.Typer":
+    import typer
+
+    import subquad
+
+    app = typer.Typer(help="Linear-time attention for PyTorch.", no_args_is_help=True, add_completion=False)
+
+    @app.callback(invoke_without_command=True)
+    def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+        if version:
+            print(subquad.__version__)
+            raise typer.Exit
+
+    for name in _COMMANDS:
+        app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+    return app

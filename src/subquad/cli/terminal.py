@@ -1,0 +1,62 @@
+"""What every command shares: progress on stderr, numbers from text, and errors of the user without a traceback."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+__all__ = ["numbers", "progress", "user_errors"]
+
+
+def numbers(text: str) -> list[int]:
+    """Positive integers separated by commas.
+
+    >>> numbers("512,1024")
+    [512, 1024]
+    """
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise typer.BadParameter(f"{text!r}: expected positive numbers separated by commas, like 512,1024,4096")
+    return values
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turn ValueError and the like (bad names, unreadable files, missing extras) into a message and exit status 2.
+
+    The library's own messages already say what was given and what is expected; a traceback would only bury them.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A function ``step(line, done, total)``: a bar on a terminal, one line per step in a pipe or a log.
+
+    Both go to stderr; stdout holds the result alone.
+    """
+    if not sys.stderr.isatty():
+
+        def line(text: str, done: int, total: int | None) -> None:
+            print(f"[{done}/{total}] {text}" if total else f"[{done}] {text}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(text: str, done: int, total: int | None) -> None:
+            bar.update(task, completed=done, total=total, description=f"{what}: {text}")
+
+        yield advance

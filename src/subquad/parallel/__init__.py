@@ -1,0 +1,1 @@
+"""One sequence cut over several processes: each computes its piece, states are merged in order."""

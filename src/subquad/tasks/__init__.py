@@ -1,0 +1,1 @@
+"""The sources' experiments: one file per task, with its data, its model head and its metric."""
