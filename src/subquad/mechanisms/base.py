@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -66,6 +68,9 @@ class Mechanism(nn.Module):
         self.head_dim = head_dim
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
+        # Who attends in this mechanism's place, with its checks and its `_attend`'s arguments: a sequence that is cut
+        # over processes sets it (subquad.parallel), and a copy of the module keeps it.
+        self.instead: Callable[..., Tensor] | None = None
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -166,7 +171,8 @@ class Mechanism(nn.Module):
             # The last, odd-sized batch of a data loader: nothing to compute, but still a part of the graph.
             return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
         k, v = without_padding(k, v, key_mask)
-        out = self._attend(
+        attend = self._attend if self.instead is None else partial(self.instead, self)
+        out = attend(
             q,
             k,
             v,

@@ -18,6 +18,11 @@ from .states import ModelState
 __all__ = ["EncoderDecoder", "TransformerDecoder", "TransformerEncoder"]
 
 
+def _refuse_start(start: Tensor | None) -> None:
+    if start is not None:
+        raise ValueError("start and segment_ids cannot be combined: each segment begins at position 0")
+
+
 class TransformerEncoder(Stack):
     """A stack of blocks, not causal unless asked: (B, L) token ids or (B, L, dim) floats -> (B, L, dim).
 
@@ -57,17 +62,20 @@ class TransformerEncoder(Stack):
         is_causal: bool = False,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        start: Tensor | None = None,
     ) -> Tensor:
         """x (B, L) ids or (B, L, dim) -> (B, L, dim).
 
         key_mask:    (B, L) bool, True = real; padding may stand anywhere, its outputs mean nothing
         segment_ids: (B, L) integers: several sequences in a row, each as if it were alone
+        start:       (B,) int64: the position of the first token, for a piece of a longer sequence; None = 0
         """
         self.check_input("x", x)
         if segment_ids is not None:
+            _refuse_start(start)
             checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
             return run_packed(lambda x, mask: self(x, is_causal=is_causal, key_mask=mask), x, segment_ids, key_mask)
-        return self.hidden(x, is_causal=is_causal, key_mask=key_mask)
+        return self.hidden(x, is_causal=is_causal, key_mask=key_mask, start=start)
 
     def scan(
         self,
@@ -133,12 +141,14 @@ class TransformerDecoder(Stack):
         segment_ids: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
+        start: Tensor | None = None,
     ) -> Tensor:
         """tokens (B, L) -> logits (B, L, vocab); position i has seen tokens 0..i.
 
         key_mask:    (B, L) bool, True = real; padding may stand anywhere, its outputs mean nothing
         segment_ids: (B, L) integers: several sequences in a row, each as if it were alone
         memory:      (B, S, dim) for models with cross_mechanism, memory_mask (B, S)
+        start:       (B,) int64: the position of the first token, for a piece of a longer sequence; None = 0
         """
         self.check_input("tokens", tokens)
         if (memory is None) != (self.config.cross_mechanism is None):
@@ -148,12 +158,13 @@ class TransformerDecoder(Stack):
                 else "memory was given, but the model has no attention to one; build it with cross_mechanism="
             )
         if segment_ids is not None:
+            _refuse_start(start)
             if memory is not None:
                 raise ValueError("segment_ids and memory cannot be combined: which memory belongs to a segment is open")
             checks.check_mask("key_mask", key_mask, tokens.shape[0], tokens.shape[1], tokens.device)
             return run_packed(lambda x, mask: self(x, key_mask=mask), tokens, segment_ids, key_mask)
         return self.logits(
-            self.hidden(tokens, is_causal=True, key_mask=key_mask, memory=memory, memory_mask=memory_mask)
+            self.hidden(tokens, is_causal=True, key_mask=key_mask, memory=memory, memory_mask=memory_mask, start=start)
         )
 
     def absorb_memory(self, memory: Tensor, *, memory_mask: Tensor | None = None) -> ModelState:

@@ -206,7 +206,8 @@ class Stack(Model):
             raise ValueError(f"{argument} is empty ({checks.describe_shape(x)}): give at least one token per sequence")
 
     def _embedded(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Rotation | None]:
-        h = x if self.embedding is None else self.embedding(x)
+        # Floats are embeddings already: of a model without ids, or given by a caller in place of them.
+        h = x if self.embedding is None or x.is_floating_point() else self.embedding(x)
         if self.positions is not None:
             h = self.positions(h, positions)
         rotation = None
@@ -224,8 +225,9 @@ class Stack(Model):
         key_mask: Tensor | None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
+        start: Tensor | None = None,
     ) -> Tensor:
-        """x (B, L) or (B, L, dim) -> (B, L, dim), after the final norm."""
+        """x (B, L) or (B, L, dim) -> (B, L, dim), after the final norm; positions begin at `start` (B,), or 0."""
         checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
         order = None
         if key_mask is not None:
@@ -233,7 +235,7 @@ class Stack(Model):
             order = padding_first(key_mask, either_end=True)
             if order is not None:
                 x, key_mask = take_tokens(x, order), key_mask.gather(1, order)
-        h, rotation = self._embedded(x, token_positions(x.shape[1], key_mask, x.device))
+        h, rotation = self._embedded(x, token_positions(x.shape[1], key_mask, x.device, start))
         call = Call(is_causal, key_mask, rotation, memory, memory_mask)
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         if self.config.reversible:
