@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | format | bench | peers | native | clean
+# make demo | test | test-all | lint | format | bench | peers | docs | native | clean
 # Needs python3 (>= 3.10) and make. A C++ compiler is used where there is one; without it the package is pure Python.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -16,14 +16,14 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONNOUSERSITE := 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all lint format bench peers setup native clean
+.PHONY: demo test test-all lint format bench peers docs setup native clean
 
 # The stamp makes the second run immediate; it is written last, so an interrupted installation starts again.
 $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "subquad needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; say make PYTHON=python3.x")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build --group test --group lint torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group build --group test --group lint --group docs torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[all]'
 	@touch $@
 
@@ -87,6 +87,11 @@ peers: $(PEERS)/.installed
 	@mkdir -p results
 	$(PEERS)/bin/python benchmarks/peers.py --json results/peers.json
 
+# The pages, into site/. The message that it silences advertises another tool.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist results site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

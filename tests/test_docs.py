@@ -1,0 +1,31 @@
+"""The pages build without warnings: every link leads somewhere, every name in the reference exists."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import subquad as sq
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "site" / "mechanisms" / "hybrid" / "index.html").read_text(encoding="utf-8")
+    assert "{{" not in page, "a mark was not replaced"
+    for tag in ('src="http', 'rel="stylesheet" href="http', 'rel="preconnect"'):
+        assert tag not in page
+
+
+def test_every_mechanism_has_a_page_and_a_picture() -> None:
+    for name in sq.list_mechanisms():
+        assert (ROOT / "docs" / "mechanisms" / f"{name}.md").is_file(), name
+        assert (ROOT / "docs" / "figures" / f"{name}.svg").is_file(), name
