@@ -162,7 +162,7 @@ def make_projection(kind: str, rows: int, dim: int, **options: Any) -> Projectio
     Traceback (most recent call last):
     ValueError: projection must be one of [...'simplex'], got 'hadamar'; did you mean 'hadamard'?
     """
-    if kind not in PROJECTIONS:
+    if not isinstance(kind, str) or kind not in PROJECTIONS:
         nearest = difflib.get_close_matches(str(kind), PROJECTIONS, n=1, cutoff=0.0)[0]
         raise ValueError(f"projection must be one of {list(PROJECTIONS)}, got {kind!r}; did you mean {nearest!r}?")
     known = ["heads", "norms", "seed", "blocks"]
