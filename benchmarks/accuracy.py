@@ -4,15 +4,22 @@
 
 B1 H4 D64 float32, not causal, L = 2048 and 8192. The time budget is that of performer with 256 features at that
 length; each mechanism climbs its own ladder of settings and is shown at the largest one within 1.15 of the budget (or
-its smallest setting, with its time, where none fits). Inputs: isotropic Gaussian, or a spectrum falling as 1/l^2; flat
-(scores of standard deviation 0.5) or sharp (2.5). Values are N(0, 1). Error is |out - exact| / |exact| in the
-Frobenius norm: 0 is exact, uniform attention is what a mechanism must beat. `kernel of its own` marks mechanisms that
-do not estimate softmax attention (or, untrained, cannot): their error says what swapping them in without training
-does, nothing about training.
+its smallest setting, with its time, where none fits). Times are taken once per length, on flat isotropic inputs.
+
+Inputs: isotropic Gaussian, or a spectrum falling as 1/l^2; flat (scores of standard deviation 0.5) or sharp (2.5).
+Values are N(0, 1). Error is |out - exact| / |exact| in the Frobenius norm, mean and standard deviation over `--seeds`
+draws of inputs, projections and calibration samples together: 0 is exact, uniform attention is what a mechanism must
+beat. `kernel of its own` marks mechanisms that do not estimate softmax attention (or, untrained, cannot): their error
+says what swapping them in without training does, nothing about training. The last output is the table of
+docs/accuracy.md. With --clock cpu time is that of the process on all its threads: use it, with --threads 1, where other
+processes share the machine.
 """
 
 import argparse
 import contextlib
+import statistics
+import sys
+import time
 from typing import Any
 
 import torch
@@ -77,67 +84,132 @@ def inputs(length: int, spectrum: str, sharpness: float, seed: int) -> tuple[Ten
     return factor * q, factor * k, v
 
 
-def made(name: str, options: dict[str, Any], q: Tensor, k: Tensor) -> Any:
-    attend = sq.create(name, D, H, **options)
-    with contextlib.suppress(ValueError):
+def seeded(options: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The same options with another seed, also in a far field."""
+    changed = {key: seeded(value, seed) if isinstance(value, dict) else value for key, value in options.items()}
+    return changed | ({"seed": seed} if "seed" in options else {})
+
+
+def made(name: str, options: dict[str, Any], q: Tensor, k: Tensor, seed: int) -> Any:
+    attend = sq.create(name, D, H, **seeded(options, seed))
+    with contextlib.suppress(ValueError):  # nothing to calibrate
         attend.calibrate(q, k)
     return attend
 
 
-def measure(length: int, spectrum: str, sharpness: float, runs: int) -> list[dict[str, Any]]:
-    q, k, v = inputs(length, spectrum, sharpness, seed=1)
-    q_sample, k_sample, _ = inputs(1024, spectrum, sharpness, seed=2)
-    exact = sq.attention(q.double(), k.double(), v.double(), "softmax").float()
-    every = {
-        (label, i): made(name, options, q_sample, k_sample)
+def choose(length: int, runs: int) -> tuple[dict[str, int], dict[str, float], float]:
+    """The step of every ladder that fits the budget, its time in budgets, and that of softmax."""
+    q, k, v = inputs(length, "isotropic", 0.5, seed=1)
+    sample = inputs(1024, "isotropic", 0.5, seed=2)[:2]
+    calls: dict[str, Any] = {"softmax": lambda: sq.attention(q, k, v, "softmax")}
+    for label, steps in LADDERS.items():
+        for i, (name, options) in enumerate(steps):
+            attend = made(name, options, *sample, seed=0)
+            calls[f"{label}|{i}"] = lambda attend=attend: attend(q, k, v)
+    timings = interleave(calls, runs=runs, seconds=90.0)
+    budget = timings[f"performer hyperbolic|{POWERS.index(256)}"].best
+    chosen = {
+        label: max((i for i in range(len(steps)) if timings[f"{label}|{i}"].best <= SLACK * budget), default=0)
         for label, steps in LADDERS.items()
-        for i, (name, options) in enumerate(steps)
     }
-    calls = {f"{label}|{i}": (lambda attend=attend: attend(q, k, v)) for (label, i), attend in every.items()}
-    with torch.no_grad():
-        timings = interleave({**calls, "softmax": lambda: sq.attention(q, k, v, "softmax")}, runs=runs, seconds=90.0)
-        budget = timings[f"performer hyperbolic|{POWERS.index(256)}"].best
-        uniform = v.mean(-2, keepdim=True).expand_as(v)
-        error = float((uniform - exact).norm() / exact.norm())
-        rows = [{"label": "uniform attention", "setting": {}, "time_over_budget": 0.0, "error": error}]
-        for label, steps in LADDERS.items():
-            fitting = [i for i in range(len(steps)) if timings[f"{label}|{i}"].best <= SLACK * budget]
-            chosen = max(fitting, default=0)
-            out = every[label, chosen](q, k, v)
-            rows.append(
-                {
+    over = {label: timings[f"{label}|{i}"].best / budget for label, i in chosen.items()}
+    softmax = timings["softmax"].best / budget
+    print(f"L={length}: budget {1e3 * budget:.1f} ms, softmax {softmax:.1f} x budget", flush=True)
+    return chosen, over, softmax
+
+
+def errors(length: int, spectrum: str, sharpness: float, seed: int, chosen: dict[str, int]) -> dict[str, float]:
+    """Error of every mechanism on one draw."""
+    q, k, v = inputs(length, spectrum, sharpness, seed=1000 + seed)
+    sample = inputs(1024, spectrum, sharpness, seed=2000 + seed)[:2]
+    exact = sq.attention(q, k, v, "softmax")
+
+    def error(out: Tensor) -> float:
+        return float((out - exact).norm() / exact.norm())
+
+    found = {"uniform attention": error(v.mean(-2, keepdim=True).expand_as(v))}
+    for label, i in chosen.items():
+        name, options = LADDERS[label][i]
+        found[label] = error(made(name, options, *sample, seed=seed)(q, k, v))
+    return found
+
+
+def measure(length: int, runs: int, seeds: int) -> list[dict[str, Any]]:
+    chosen, over, softmax = choose(length, runs)
+    rows = []
+    for spectrum in ("isotropic", "anisotropic"):
+        for sharpness in (0.5, 2.5):
+            draws = [errors(length, spectrum, sharpness, seed, chosen) for seed in range(seeds)]
+            print(f"\nL={length}, {spectrum}, score sd {sharpness}, {seeds} draws")
+            for label in draws[0]:
+                every = [draw[label] for draw in draws]
+                setting = LADDERS[label][chosen[label]][1] if label in chosen else {}
+                row = {
+                    "length": length,
+                    "spectrum": spectrum,
+                    "score_sd": sharpness,
                     "label": label,
-                    "setting": steps[chosen][1],
-                    "time_over_budget": timings[f"{label}|{chosen}"].best / budget,
-                    "error": float((out - exact).norm() / exact.norm()),
+                    "setting": setting,
+                    "time_over_budget": over.get(label, 0.0),
+                    "softmax_over_budget": softmax,
+                    "error": statistics.mean(every),
+                    "error_sd": statistics.stdev(every) if seeds > 1 else 0.0,
+                    "errors": every,
                 }
-            )
-    softmax = timings["softmax"].best
-    title = f"L={length}, {spectrum}, score sd {sharpness}"
-    print(f"\n{title}: budget {1e3 * budget:.1f} ms, softmax {softmax / budget:.1f} x budget")
-    for row in rows:
-        setting = ", ".join(f"{key}={value}" for key, value in row["setting"].items() if key not in ("seed", "far"))
-        print(f"  {row['label']:42s} error {row['error']:8.3f}   time {row['time_over_budget']:5.2f}   {setting}")
-    return [
-        {"length": length, "spectrum": spectrum, "score_sd": sharpness, "softmax_over_budget": softmax / budget, **row}
-        for row in rows
-    ]
+                rows.append(row)
+                words = ", ".join(f"{key}={value}" for key, value in setting.items() if key not in ("seed", "far"))
+                print(
+                    f"  {label:42s} error {row['error']:7.3f} +- {row['error_sd']:.3f}  (largest over smallest "
+                    f"{max(every) / min(every):.2f})  time {row['time_over_budget']:5.2f}   {words}",
+                    flush=True,
+                )
+    return rows
 
 
-def main() -> None:
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: a line per mechanism, a column per length, spectrum and sharpness."""
+    columns = list(dict.fromkeys((row["length"], row["spectrum"], row["score_sd"]) for row in rows))
+    names = [f"{n} {s.removesuffix('tropic')} {'flat' if sd < 1 else 'sharp'}" for n, s, sd in columns]
+    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for label in dict.fromkeys(row["label"] for row in rows):
+        cells = []
+        for column in columns:
+            row = next(r for r in rows if (r["length"], r["spectrum"], r["score_sd"], r["label"]) == (*column, label))
+            late = f" ({row['time_over_budget']:.1f}x)" if row["time_over_budget"] > SLACK else ""
+            cells.append(f"{row['error']:.2f} ± {row['error_sd']:.2f}{late}")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    times = {row["length"]: f"{row['softmax_over_budget']:.1f}x" for row in rows}
+    lines.append("| *softmax, time* | " + " | ".join(times[column[0]] for column in columns) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", default=None)
-    parser.add_argument("--lengths", default="2048,8192")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="at most 8192")
+    parser.add_argument("--runs", type=int, default=3, help="interleaved runs; the best counts")
+    parser.add_argument("--seeds", type=int, default=4, help="draws that errors are averaged over")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     arguments = parser.parse_args()
-    record: dict[str, Any] = {"machine": machine(), "rows": []}
-    for length in map(int, arguments.lengths.split(",")):
-        for spectrum in ("isotropic", "anisotropic"):
-            for sharpness in (0.5, 2.5):
-                record["rows"] += measure(length, spectrum, sharpness, arguments.runs)
+    if arguments.seeds < 1:
+        parser.error(f"--seeds {arguments.seeds}: expected 1 or more")
+    torch.set_num_threads(arguments.threads)
+    if arguments.clock == "cpu":
+        time.perf_counter = time.process_time
+    record: dict[str, Any] = {"machine": machine(), "clock": arguments.clock, "seeds": arguments.seeds, "rows": []}
+    try:
+        with torch.no_grad():
+            for length in arguments.lengths:
+                record["rows"] += measure(length, arguments.runs, arguments.seeds)
                 if arguments.json:
                     write_json(arguments.json, record)
+    except KeyboardInterrupt:
+        print("interrupted: the lengths that were finished are kept", file=sys.stderr)
+        return 130
+    print("\n" + table(record["rows"]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

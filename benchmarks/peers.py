@@ -140,7 +140,7 @@ def describe(name: str, timing: Timing, length: int, gemm: float, our_best: floa
 
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
-    for package in ("torch", "performer-pytorch", "pytorch-fast-transformers"):
+    for package in ("torch", "performer-pytorch", "reformer-pytorch", "pytorch-fast-transformers"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -50,11 +50,9 @@ def loop_hamming(x, draw, iterations, starts):
 def test_hamming_is_that_of_a_plain_loop():
     draw = ClusterDraw(clusters=5, bits=9, dim=D, seed=0)
     x = tokens(60)[0].flatten(0, 1)
-    member = cluster(x, None, draw, clustering="hamming", iterations=4)
-    assert ((member == 0) | (member == 1)).all()
-    assert (member.sum(-2) == 1).all()
+    assigned = cluster(x, None, draw, clustering="hamming", iterations=4)
     starts = [int((c + u) * 60 / 5) for c, u in enumerate(draw.starts.tolist())]
-    for sequence, got in zip(x, member.argmax(-2), strict=True):
+    for sequence, got in zip(x, assigned, strict=True):
         assert got.tolist() == loop_hamming(sequence, draw, 4, starts)
 
 
@@ -63,13 +61,14 @@ def test_lloyd_lowers_the_distortion_and_ends_at_means():
     x = tokens(200)[0].flatten(0, 1)
     before = float("inf")
     for iterations in (0, 1, 3, 60):
-        member = cluster(x, None, draw, clustering="lloyd", iterations=iterations)
+        assigned = cluster(x, None, draw, clustering="lloyd", iterations=iterations)
+        member = F.one_hot(assigned, 6).mT.to(x.dtype)
         mean = member @ x / member.sum(-1, keepdim=True)
         distortion = (x - member.mT @ mean).square().sum().item()
         assert distortion < before
         before = distortion
     # Converged: every token is with its nearest mean.
-    assert torch.equal(torch.cdist(x, mean).argmin(-1), member.argmax(-2))
+    assert torch.equal(torch.cdist(x, mean).argmin(-1), assigned)
 
 
 def test_lloyd_finds_separate_clouds():
@@ -80,8 +79,8 @@ def test_lloyd_finds_separate_clouds():
     order = label.argsort(stable=True)
     for clustering in ("lloyd", "hamming"):
         draw = ClusterDraw(clusters=4, bits=63, dim=D, seed=0)
-        member = cluster(x[:, order], None, draw, clustering=clustering, iterations=10)
-        assert torch.equal(member[0] @ member[0].mT, 20 * torch.eye(4, dtype=x.dtype))
+        assigned = cluster(x[:, order], None, draw, clustering=clustering, iterations=10)
+        assert torch.equal(assigned[0], torch.arange(4).repeat_interleave(20))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -134,7 +133,8 @@ def test_error_of_clustered_is_within_its_bound():
     for norm in (0.3, 1.0, 4.0):
         q, k, _ = tokens(80, norm=norm)
         attn = sq.create("clustered", D, 2, clusters=6, clustering="lloyd", seed=0)
-        member = cluster(q.flatten(0, 1), None, attn.draw, clustering="lloyd", iterations=10)
+        assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering="lloyd", iterations=10)
+        member = F.one_hot(assigned, 6).mT.to(q.dtype)
         centroid = member @ q.flatten(0, 1) / member.sum(-1, keepdim=True).clamp(min=1)
         distance = (q.flatten(0, 1) - member.mT @ centroid).norm(dim=-1).view(2, 2, 80)
         error = (weights(attn, q, k) - exact(q, k)).norm(dim=-1)
@@ -180,14 +180,50 @@ def test_equal_queries_leave_clusters_empty(name):
 def test_a_mask_that_empties_a_cluster(name, clustering):
     attn = sq.create(name, D, 2, clusters=4, clustering=clustering, seed=0)
     q, k, v = tokens(60)
-    member = cluster(q.flatten(0, 1), None, attn.draw, clustering=clustering, iterations=10).view(2, 2, 4, 60)
-    keep = member[:, 0, 1] == 0  # the queries of one cluster of head 0 are gone
+    assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering=clustering, iterations=10).view(2, 2, 60)
+    keep = assigned[:, 0] != 1  # the queries of one cluster of head 0 are gone
     out = attn(q, k, v, query_mask=keep)
     assert out.isfinite().all()
     assert (out.masked_select(~keep[:, None, :, None]) == 0).all()
     for b in range(2):
         alone = attn(q[b : b + 1, :, keep[b]], k[b : b + 1], v[b : b + 1])
         assert (out[b : b + 1, :, keep[b]] - alone).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("clustering", ["hamming", "lloyd"])
+def test_a_mask_that_leaves_nothing(clustering):
+    # No real query, and no real key, in one sequence of the batch: zeros there, the other as it is alone.
+    for name in NAMES:
+        attn = sq.create(name, D, 2, clusters=4, clustering=clustering, seed=0)
+        q, k, v = tokens(30)
+        mask = torch.tensor([[False], [True]]).expand(2, 30)
+        for masks in ({"key_mask": mask}, {"query_mask": mask}, {"key_mask": mask, "query_mask": mask}):
+            out = attn(q, k, v, **masks)
+            assert (out[0] == 0).all()
+            assert (out[1:] - attn(q[1:], k[1:], v[1:])).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_query_that_is_not_a_number_reaches_its_own_cluster_only(name):
+    attn = sq.create(name, D, 1, clusters=6, seed=0)
+    q, k, v = tokens(60, batch=1, heads=1)
+    q[0, 0, 7] = float("nan")
+    out = attn(q, k, v)[0, 0]
+    assert out[7].isnan().all()
+    lost = out.isnan().any(-1)
+    assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering="hamming", iterations=10)[0]
+    assert torch.equal(lost, assigned == assigned[7])
+    assert lost.sum() < 40
+
+
+def test_distances_in_pieces_change_no_choice(monkeypatch):
+    import subquad.mechanisms.kmeans as kmeans
+
+    draw = ClusterDraw(clusters=9, bits=20, dim=D, seed=0)
+    x = tokens(300)[0].flatten(0, 1)
+    whole = cluster(x, None, draw, clustering="hamming", iterations=5)
+    monkeypatch.setattr(kmeans, "PIECE", 1)  # 64 tokens at a time
+    assert torch.equal(cluster(x, None, draw, clustering="hamming", iterations=5), whole)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -205,6 +205,21 @@ def test_large_numbers_of_buckets_use_wider_integers(is_causal):
     assert (visible(attn, q, k, is_causal).sum(-1) > 1).any()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_of_equal_and_nearly_equal_tokens(shared):
+    # Scores that differ by less than their weights can show: whose is the largest must not decide who gets a gradient.
+    attn = sq.create("lsh", D, 2, rounds=3, buckets=6, bucket_size=8, shared_qk=shared, seed=0)
+    q, k, v = (x[:, :, torch.arange(60) % 7] for x in tokens(60))
+    noise = torch.randn(60, D, dtype=q.dtype, generator=torch.Generator().manual_seed(0))
+    grads = []
+    for backend in (None, "reference"):
+        inputs = [x.clone().requires_grad_() for x in (0.1 * q + 1e-16 * noise, 0.1 * k + 1e-16 * noise, v)]
+        attn(*inputs, is_causal=True, backend=backend).square().sum().backward()
+        grads.append([x.grad for x in inputs if x.grad is not None])
+    for got, want in zip(*grads, strict=True):
+        assert (got - want).abs().max() < 1e-10
+
+
 def test_every_query_sees_a_key_in_cross_attention():
     for length, keys in ((1, 50), (50, 1), (7, 64), (64, 7), (33, 32)):
         attn = sq.create("lsh", D, 2, rounds=1, buckets=8, bucket_size=4, seed=0)
@@ -212,15 +227,31 @@ def test_every_query_sees_a_key_in_cross_attention():
         assert visible(attn, q, k, False).any(-1).all()
 
 
-def test_a_mask_that_empties_buckets():
-    attn = sq.create("lsh", D, 2, rounds=1, buckets=4, bucket_size=4, seed=0)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_mask_that_empties_buckets(is_causal, shared):
+    attn = sq.create("lsh", D, 2, rounds=1, buckets=4, bucket_size=4, shared_qk=shared, seed=0)
     q, k, v = tokens(40)
     bucket = rules.hash_buckets(k.flatten(0, 1), attn.projection.as_matrix(k.dtype), 1).view(2, 2, 40)
     keep = bucket[:, 0] != bucket[:, 0, :1]  # a whole bucket of head 0 is gone
-    out = attn(q, k, v, is_causal=True, key_mask=keep)
+    call = {"is_causal": is_causal, "key_mask": keep}
+    out = attn(q, k, v, **call)
     assert out.isfinite().all()
-    assert (out - attn(q, k, v, is_causal=True, key_mask=keep, backend="reference")).abs().max() < 1e-12
-    assert not (visible(attn, q, k, True, key_mask=keep) & ~keep[:, None, None, :]).any()
+    assert (out - attn(q, k, v, backend="reference", **call)).abs().max() < 1e-12
+    assert not (visible(attn, q, k, is_causal, key_mask=keep) & ~keep[:, None, None, :]).any()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 31, 33, 64])
+def test_more_buckets_and_longer_chunks_than_tokens(is_causal, shared, length):
+    # No length has to divide anything; a chunk longer than the sequence holds all of it that shares a bucket.
+    attn = sq.create("lsh", D, 2, rounds=2, buckets=100, bucket_size=32, shared_qk=shared, seed=0)
+    q, k, v = tokens(length)
+    out = attn(q, k, v, is_causal=is_causal)
+    assert (out - attn(q, k, v, is_causal=is_causal, backend="reference")).abs().max() < 1e-12
+    if length <= 32 and not is_causal and not shared:  # one chunk of the whole order
+        assert (out - sq.attention(q, k, v, "softmax")).abs().max() < 1e-12
 
 
 def test_similar_tokens_share_buckets_as_often_as_the_angle_says():
@@ -273,6 +304,7 @@ def test_memory_of_the_backward_grows_with_the_length_only():
         ({"buckets": 0}, ValueError, "buckets must be at least 2"),
         ({"rounds": 0}, ValueError, "rounds must be at least 1"),
         ({"bucket_size": 2.5}, TypeError, "bucket_size must be an integer"),
+        ({"shared_qk": "no"}, TypeError, "shared_qk must be"),
         ({"chunking": "sort"}, ValueError, "chunking='sort' is not known.*did you mean 'sorted'"),
     ],
 )

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import checks
 from .base import Mechanism
 from .buckets import slots, take_rows
-from .kmeans import CLUSTERINGS, ClusterDraw, cluster
+from .kmeans import CLUSTERINGS, ClusterDraw, cluster, cluster_means
 
 __all__ = ["Clustered", "ImprovedClustered"]
 
@@ -97,14 +97,14 @@ class _ByCluster(Mechanism):
             if query_mask is not None:
                 queries = queries.masked_fill(~query_mask[:, None, :, None], 0.0)
             flat = queries.flatten(0, 1)
-            member = cluster(flat, asked, self.draw, clustering=self.clustering, iterations=self.iterations)
-            centroid = member @ flat / member.sum(-1, keepdim=True).clamp(min=1)  # (X, C, D)
+            assigned = cluster(flat, asked, self.draw, clustering=self.clustering, iterations=self.iterations)
+            centroid = cluster_means(flat, assigned, asked, self.clusters)  # (X, C, D)
             # Query heads that share a key head stand side by side in one product: (B, H, groups C, D).
             centroid = centroid.view(batch, k.shape[1], -1, self.head_dim)
             scores = (scale * centroid) @ keys.mT
             if key_mask is not None:
                 scores = scores.masked_fill(~key_mask[:, None, None, :], LOW)
-            corrected = self._correct(queries, keys, values, scores, member, scale, key_mask, backend == "reference")
+            corrected = self._correct(queries, keys, values, scores, assigned, scale, key_mask, backend == "reference")
             if key_mask is not None:
                 corrected = corrected.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
         return corrected.to(v.dtype)
@@ -115,18 +115,19 @@ class _ByCluster(Mechanism):
         k: Tensor,
         v: Tensor,
         scores: Tensor,
-        member: Tensor,
+        assigned: Tensor,
         scale: float,
         key_mask: Tensor | None,
         dense: bool,
     ) -> Tensor:
-        """out (B, Hq, L, E) from centroid scores (B, H, groups C, S) and memberships (B Hq, C, L)."""
+        """out (B, Hq, L, E) from centroid scores (B, H, groups C, S) and clusters of queries (B Hq, L)."""
         raise NotImplementedError(f"{type(self).__name__} does not say how rows of centroids become rows of queries")
 
 
-def _broadcast(member: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """Rows of clusters (B, H, groups C, W) handed to their members: (B, Hq, L, W)."""
-    out: Tensor = (member.mT @ rows.reshape(member.shape[0], member.shape[1], -1)).unflatten(0, (batch, -1))
+def _broadcast(assigned: Tensor, rows: Tensor) -> Tensor:
+    """Rows of clusters (B, H, groups C, W) handed to their members, assigned (B Hq, L): (B, Hq, L, W)."""
+    batch, sequences = rows.shape[0], assigned.shape[0]
+    out: Tensor = take_rows(rows.reshape(sequences, -1, rows.shape[-1]), assigned).unflatten(0, (batch, -1))
     return out
 
 
@@ -180,16 +181,16 @@ class Clustered(_ByCluster):
         k: Tensor,
         v: Tensor,
         scores: Tensor,
-        member: Tensor,
+        assigned: Tensor,
         scale: float,
         key_mask: Tensor | None,
         dense: bool,
     ) -> Tensor:
         weights = torch.softmax(scores, -1)
         if dense:
-            every = _broadcast(member, weights, q.shape[0])  # (B, Hq, L, S)
+            every = _broadcast(assigned, weights)  # (B, Hq, L, S)
             return every @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-        return _broadcast(member, weights @ v, q.shape[0])
+        return _broadcast(assigned, weights @ v)
 
 
 @final
@@ -272,7 +273,7 @@ class ImprovedClustered(_ByCluster):
         k: Tensor,
         v: Tensor,
         scores: Tensor,
-        member: Tensor,
+        assigned: Tensor,
         scale: float,
         key_mask: Tensor | None,
         dense: bool,
@@ -286,13 +287,12 @@ class ImprovedClustered(_ByCluster):
         mass = (inside if hidden is None else inside.masked_fill(hidden, 0.0)).sum(-1, keepdim=True)
         rest = weights.scatter(-1, top, 0.0)
         if dense:
-            return self._dense(q, k, v, member, scale, mass, rest, top, key_mask)
+            return self._dense(q, k, v, assigned, scale, mass, rest, top, key_mask)
         batch, heads, length, _ = q.shape
-        sequences, clusters, _ = member.shape
+        sequences, clusters = assigned.shape[0], self.clusters
         # Queries in blocks of one cluster each; a block reads its cluster's keys once.
         size = 16 if length < 32 * clusters else 32 if length < 128 * clusters else 64
-        number = torch.arange(clusters, device=q.device, dtype=q.dtype)
-        slot, slot_query, block = slots((number @ member).long().clamp(0, clusters - 1), clusters, size)
+        slot, slot_query, block = slots(assigned, clusters, size)
         block = block + clusters * torch.arange(sequences, device=q.device).unsqueeze(-1)
 
         def per_block(rows: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ class ImprovedClustered(_ByCluster):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        member: Tensor,
+        assigned: Tensor,
         scale: float,
         mass: Tensor,
         rest: Tensor,
@@ -325,10 +325,10 @@ class ImprovedClustered(_ByCluster):
         key_mask: Tensor | None,
     ) -> Tensor:
         """The oracle: every weight written out, (B, Hq, L, S)."""
-        batch, groups = q.shape[0], q.shape[1] // k.shape[1]
+        groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        inside = _broadcast(member, torch.zeros_like(rest).scatter(-1, top, 1.0), batch) > 0
+        inside = _broadcast(assigned, torch.zeros_like(rest).scatter(-1, top, 1.0)) > 0
         if key_mask is not None:
             inside = inside & key_mask[:, None, None, :]
         exact = torch.softmax((scale * q @ k.mT).masked_fill(~inside, LOW), -1).masked_fill(~inside, 0.0)
-        return (_broadcast(member, mass, batch) * exact + _broadcast(member, rest, batch)) @ v
+        return (_broadcast(assigned, mass) * exact + _broadcast(assigned, rest)) @ v

@@ -5,8 +5,8 @@
     lloyd    centroids are means, the distance is Euclidean: the nearest centroid has the largest x.c - |c|^2 / 2
 
 Vyas, Katharopoulos and Fleuret, "Fast Transformers with Clustered Attention", 2020, use the first; signs of random
-projections keep angles (Charikar, 2002). Both are matrix products over all tokens at once; nothing loops over tokens
-or clusters.
+projections keep angles (Charikar, 2002). Distances are matrix products over many tokens at once, sums over members one
+pass over the tokens; nothing loops over tokens or clusters.
 
 Masked tokens have no influence: clusters start from real tokens, evenly over their ranks, and masked tokens enter no
 sum. A cluster without members keeps its centroid and may win members later; with as many clusters as real tokens, or
@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 
 from ..features.seeded import Projection
+from ..kernels.checkpointing import tracing
 
-__all__ = ["CLUSTERINGS", "ClusterDraw", "cluster"]
+__all__ = ["CLUSTERINGS", "ClusterDraw", "cluster", "cluster_means"]
 
 CLUSTERINGS = ("hamming", "lloyd")
+# Distances per piece of work, all sequences together: more would leave a core's cache, or need fresh pages every time.
+PIECE = 1 << 19
 
 
 class ClusterDraw(Projection):
@@ -71,53 +74,83 @@ def _first_tokens(x: Tensor, mask: Tensor | None, starts: Tensor) -> Tensor:
     return x.gather(1, index)
 
 
-def cluster(x: Tensor, mask: Tensor | None, draw: ClusterDraw, *, clustering: str, iterations: int) -> Tensor:
-    """Memberships (X, C, L) of x (X, L, D), in x's dtype: 1 where token l belongs to cluster c, else 0.
+def _sums(x: Tensor, assigned: Tensor, clusters: int) -> Tensor:
+    """Sums over the members of every cluster: x (X, L, W) -> (X, C, W). One pass, whatever the number of clusters."""
+    sequences = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
+    table = x.new_zeros((x.shape[0] * clusters, x.shape[-1]))  # one table for all sequences: whole rows are added
+    sums: Tensor = table.index_add(0, (assigned + clusters * sequences).flatten(), x.flatten(0, 1))
+    return sums.view(x.shape[0], clusters, -1)
 
-    mask (X, L) bool, True = real; masked tokens belong to no cluster. No gradient passes through the choice.
+
+def _counts(assigned: Tensor, mask: Tensor | None, clusters: int, dtype: torch.dtype) -> Tensor:
+    """Real members of every cluster, (X, C, 1)."""
+    here = torch.ones_like(assigned, dtype=dtype) if mask is None else mask.to(dtype)
+    return here.new_zeros((assigned.shape[0], clusters)).scatter_add(-1, assigned, here).unsqueeze(-1)
+
+
+def cluster_means(x: Tensor, assigned: Tensor, mask: Tensor | None, clusters: int) -> Tensor:
+    """Means over the real members of every cluster: x (X, L, W), 0 at masked tokens -> (X, C, W), 0 if it has none.
+
+    >>> cluster_means(torch.tensor([[[1.0], [3.0], [5.0]]]), torch.tensor([[1, 1, 0]]), None, clusters=3).flatten()
+    tensor([5., 2., 0.])
+    """
+    return _sums(x, assigned, clusters) / _counts(assigned, mask, clusters, x.dtype).clamp(min=1)
+
+
+def cluster(x: Tensor, mask: Tensor | None, draw: ClusterDraw, *, clustering: str, iterations: int) -> Tensor:
+    """The cluster of every token of x (X, L, D): int64 (X, L).
+
+    mask (X, L) bool, True = real; what is given for masked tokens means nothing. No gradient passes through the choice.
 
     >>> x = torch.tensor([[[1.0, 0.0], [1.1, 0.0], [-1.0, 0.0], [-1.2, 0.0]]])
     >>> draw = ClusterDraw(clusters=2, bits=8, dim=2, seed=0)
     >>> cluster(x, None, draw, clustering="lloyd", iterations=5)
-    tensor([[[1., 1., 0., 0.],
-             [0., 0., 1., 1.]]])
+    tensor([[0, 0, 1, 1]])
     """
     x = x.detach()
-    member = _hamming(x, mask, draw, iterations) if clustering == "hamming" else _lloyd(x, mask, draw, iterations)
-    return member if mask is None else member * mask.unsqueeze(-2)
+    return _hamming(x, mask, draw, iterations) if clustering == "hamming" else _lloyd(x, mask, draw, iterations)
+
+
+def _largest(weights: Tensor, x: Tensor) -> Tensor:
+    """The largest entry of weights (X, C, W) @ x^T for every token of x (X, L, W): (X, L)."""
+    width = weights.shape[0] * weights.shape[1]
+    size = max(x.shape[1], 1) if tracing(x) else max(64, PIECE // width)
+    best = [(weights @ piece.mT).amax(-2) for piece in x.split(size, 1)]
+    return best[0] if len(best) == 1 else torch.cat(best, -1)
 
 
 def _hamming(x: Tensor, mask: Tensor | None, draw: ClusterDraw, iterations: int) -> Tensor:
-    bits = torch.sign(draw.matrix.to(x.dtype) @ x.mT).to(torch.float32)  # (X, bits, L)
-    # One more row that is 1 for real tokens. A masked token is a column of zeros, which votes for nothing.
-    here = torch.ones_like(bits[:, :1]) if mask is None else mask.unsqueeze(1).to(bits.dtype)
-    code = torch.cat([bits * here if mask is not None else bits, here], 1)
+    # A token that is not a number has no direction: its bits are 0 and vote for nothing, as those of a masked token.
+    bits = torch.sign(x @ draw.matrix.to(x.dtype).mT).to(torch.float32).nan_to_num(0.0)  # (X, L, bits)
+    if mask is not None:
+        bits = bits * mask.unsqueeze(-1)
     clusters = draw.starts.shape[0]
-    centroid = _first_tokens(code.mT, mask, draw.starts)  # (X, C, bits + 1)
+    centroid = _first_tokens(bits, mask, draw.starts)  # (X, C, bits)
     # b.c is an integer. Times the count of clusters, minus the number of the cluster, the candidates of a token differ
-    # by at least 1: ties go to the first cluster, and relu(score - largest + 1) is the indicator, without any index.
-    # The last row of the code carries that number.
+    # by at least 1: ties go to the first cluster, and the largest value alone says whose it is. One more bit that is 1
+    # for every token carries that number.
+    code = torch.cat([bits, torch.ones_like(bits[..., :1])], -1)
     number = torch.arange(clusters, device=x.device, dtype=code.dtype)
     for left in range(iterations, -1, -1):
-        weighted = torch.cat([clusters * centroid[..., :-1], -number.expand(centroid.shape[:-1]).unsqueeze(-1)], -1)
-        score = weighted @ code  # (X, C, L)
-        member = score.sub_(score.amax(-2, keepdim=True) - 1).relu_()
+        weighted = torch.cat([clusters * centroid, -number.expand(centroid.shape[:-1]).unsqueeze(-1)], -1)
+        best = _largest(weighted, code)
+        # best = clusters * (b.c) - number, exactly.
+        assigned = ((best / clusters).ceil() * clusters - best).long().clamp(0, clusters - 1)
         if left:
-            votes = member @ code.mT
+            votes = _sums(code, assigned, clusters)[..., :-1]  # rows of a round width are summed faster
             # A tied vote, and every vote of an empty cluster, leaves the bit as it was.
             centroid = torch.where(votes == 0, centroid, votes.sign())
-    return member.to(x.dtype)
+    return assigned
 
 
 def _lloyd(x: Tensor, mask: Tensor | None, draw: ClusterDraw, iterations: int) -> Tensor:
     real = x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
     centroid = _first_tokens(real, mask, draw.starts)
-    number = torch.arange(centroid.shape[-2], device=x.device).unsqueeze(-1)
+    clusters = centroid.shape[-2]
     for left in range(iterations, -1, -1):
         score = centroid @ real.mT - 0.5 * centroid.square().sum(-1, keepdim=True)
-        member = (score.argmax(-2, keepdim=True) == number).to(x.dtype)
+        assigned = score.argmax(-2)
         if left:
-            counted = member if mask is None else member * mask.unsqueeze(-2)
-            size = counted.sum(-1, keepdim=True)
-            centroid = torch.where(size == 0, centroid, counted @ real / size.clamp(min=1))
-    return member
+            size = _counts(assigned, mask, clusters, x.dtype)
+            centroid = torch.where(size == 0, centroid, _sums(real, assigned, clusters) / size.clamp(min=1))
+    return assigned

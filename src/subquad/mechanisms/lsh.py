@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from ..features.base import LOG2_E
 from ..features.projections import GaussianProjection
 from ..kernels.checkpointing import scan_chunks, tracing
 from .base import Mechanism
@@ -93,6 +94,7 @@ class LSH(Mechanism):
         checks.check_positive("rounds", rounds)
         checks.check_positive("buckets", buckets, least=2)
         checks.check_positive("bucket_size", bucket_size)
+        checks.check_flag("shared_qk", shared_qk)
         checks.check_option("chunking", chunking, ("rank", "sorted"))
         if buckets % 2:
             raise ValueError(
@@ -276,12 +278,14 @@ def _one_round(
             for i in range(1 + columns, len(inputs), width)
         )
         bias = _hidden(ids, [c.mT for c in key_ids], is_causal, alone, back == 2).to(x.dtype).mul_(HUGE)
-        scores = torch.baddbmm(bias, x, ks.mT, alpha=scale)
-        # The log-sum-exp is the largest score less the logarithm of the weight it gets: this way the fused softmax
-        # serves, which is many times faster than exp() where weights underflow.
-        weights = torch.softmax(scores, -1)
-        total = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
-        return (), torch.cat([weights @ vs, total], -1).flatten(0, 1)
+        # In powers of two, which are faster than e^x on a CPU, many times so where weights underflow. The shift is a
+        # constant for gradients: through a maximum they would depend on how ties were rounded.
+        scores = torch.baddbmm(bias, x, ks.mT, alpha=scale * LOG2_E)
+        shift = scores.detach().amax(-1, keepdim=True)
+        weights = scores.sub_(shift).exp2_()
+        mass = weights.sum(-1, keepdim=True)
+        total = (shift + mass.log2()) / LOG2_E
+        return (), torch.cat([weights @ vs / mass, total], -1).flatten(0, 1)
 
     tokens = max(1, PIECE // (width * size)) if chunk_size is None else chunk_size
     piece = asked[0].shape[0] if tracing(queries) else size * max(1, tokens // size)
