@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 # The order of `subquad --help`. Each name is a module of this package with a function of that name.
-_COMMANDS = ("mechanisms", "bench")
+_COMMANDS = ("report", "mechanisms", "plan", "error", "bench", "train", "generate", "convert")
 
 _NO_CLI = "subquad: the command line needs typer and rich, which are not installed: pip install 'subquad[cli]'"
 

@@ -2,11 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from subquad.cli.terminal import numbers, progress, user_errors
+
+if TYPE_CHECKING:
+    from subquad.lab.bench import Cell, Comparison
 
 __all__ = ["bench"]
 
@@ -21,30 +24,126 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.0, help="End the runs of one length after this long.")] = 3.0,
     threads: Annotated[int | None, typer.Option(min=1, help="torch's threads; its own choice if absent.")] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    backward: Annotated[bool, typer.Option("--backward", help="Time forward and backward together.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Also peak memory, each in a fresh process.")] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Also other libraries that are installed here.")] = False,
+    save: Annotated[
+        str | None, typer.Option(help="Keep the run as subquad-bench/NAME.json; the same again continues it.")
+    ] = None,
+    compare: Annotated[
+        tuple[str, str] | None, typer.Option(help="Two saved runs, or two git revisions ('.': the working tree).")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
 ) -> None:
-    """Compare mechanisms with softmax attention: time and error at several lengths."""
-    from subquad.lab import compare, table, write_json
-    from subquad.lab.bench import Cell
+    """Compare mechanisms with softmax attention: time and error at several lengths.
 
+    With --compare, compare two saved runs, or race two git revisions of this library against each other.
+    """
+    from subquad.lab import compare as compare_mechanisms
+    from subquad.lab import table, write_json
+
+    if compare is not None:
+        common = {"batch": batch, "heads": heads, "head_dim": head_dim, "runs": runs, "seconds": seconds,
+                  "threads": threads, "backward": backward}  # fmt: skip
+        _ratios(compare, names or ["performer", "linear", "softmax"], lengths, common, json)
+        return
     with user_errors(), progress("comparing") as step:
+        where = None
+        if save is not None:
+            from subquad.lab.compare_runs import saved_path
 
-        def on_cell(cell: Cell, done: int, total: int) -> None:
+            where = saved_path(save)
+        earlier = None if where is None else _interrupted(where)
+        skipped: set[tuple[int, bool]] = set()
+
+        def on_cell(cell: "Cell", done: int, total: int) -> None:
             kind = "causal" if cell.causal else "full"
+            if cell.status == "skipped":
+                if (cell.length, cell.causal) not in skipped:
+                    skipped.add((cell.length, cell.causal))
+                    step(f"{kind} L={cell.length}: skipped: {cell.reason}", done, total)
+                return
             time = f"{cell.timing.best * 1e3:.2f} ms" if cell.timing else cell.status
             step(f"{cell.mechanism} {kind} L={cell.length}: {time}", done, total)
 
-        result = compare(
-            names or None,
-            numbers(lengths),
-            batch=batch, heads=heads, head_dim=head_dim, runs=runs, seconds=seconds,
-            threads=threads, seed=seed, on_cell=on_cell,
-        )  # fmt: skip
+        def keep(comparison: "Comparison") -> None:
+            for path in (json, where):
+                if path is not None:
+                    write_json(path, comparison.as_dict())
+
+        def run(resume: "Comparison | None") -> "Comparison":
+            return compare_mechanisms(
+                names or None, numbers(lengths),
+                batch=batch, heads=heads, head_dim=head_dim, runs=runs, seconds=seconds, threads=threads, seed=seed,
+                backward=backward, memory=memory, peers=peers, resume=resume, on_cell=on_cell, on_length=keep,
+            )  # fmt: skip
+
+        if peers:
+            from subquad.lab.peers import PEERS, installed_peers
+
+            if not installed_peers():
+                known = ", ".join(sorted({peer.package for peer in PEERS}))
+                print(f"--peers: none of {known} is installed here", file=sys.stderr)
+        try:
+            result = run(earlier)
+        except ValueError as error:
+            if earlier is None or not str(error).startswith("resume"):
+                raise
+            print(f"{where}: made with other settings, measured anew", file=sys.stderr)
+            result = run(None)
+        keep(result)
     print(table(result))
-    if json is not None:
-        write_json(json, result.as_dict())
-        print(f"every number: {json}", file=sys.stderr)
+    for path in (json, where):
+        if path is not None:
+            print(f"every number: {path}", file=sys.stderr)
     if not result.complete:
+        if where is not None:
+            print("the same command continues it", file=sys.stderr)
         raise typer.Exit(130)
     if any(cell.status == "failed" for cell in result.cells):
         raise typer.Exit(1)
+
+
+def _interrupted(path: Path) -> "Comparison | None":
+    """What an interrupted run left there; None where there is nothing to continue."""
+    from subquad.lab import read_comparison
+
+    if not path.is_file():
+        return None
+    earlier = read_comparison(path)
+    if earlier.complete:
+        return None
+    print(f"{path}: continuing an interrupted run, {len(earlier.cells)} results are kept", file=sys.stderr)
+    return earlier
+
+
+def _ratios(sides: tuple[str, str], names: list[str], lengths: str, common: dict[str, Any], json: Path | None) -> None:
+    """Two saved runs where both are files, else two revisions."""
+    from subquad.lab import read_comparison, write_json
+    from subquad.lab.compare_runs import compare_saved, saved_path
+    from subquad.lab.compare_worktrees import compare_revisions, is_revision
+
+    with user_errors(), progress("racing") as step:
+
+        def file(name: str) -> Path | None:
+            try:
+                path = saved_path(name)
+            except ValueError:
+                return None
+            return path if path.is_file() else None
+
+        files = [file(name) for name in sides]
+        if files[0] is not None and files[1] is not None:
+            result = compare_saved(read_comparison(files[0]), read_comparison(files[1]), sides)
+        else:
+            for name, found in zip(sides, files, strict=True):
+                if found is None and not is_revision(name):
+                    raise ValueError(f"--compare {name}: neither a saved run ({saved_path(name)}) nor a git revision")
+            if any(files):
+                raise ValueError(f"--compare {' '.join(sides)}: two saved runs or two revisions, not one of each")
+            result = compare_revisions(*sides, names, numbers(lengths), **common, on_row=step)
+        if json is not None:
+            write_json(json, result.as_dict())
+    print(result)
+    if not result.complete:
+        raise typer.Exit(130)

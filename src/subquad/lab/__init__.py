@@ -1,12 +1,33 @@
 """The laboratory: measuring what the mechanisms cost and how far they are from softmax attention.
 
-``bench`` compares mechanisms, ``catalogue`` lists them, ``measure`` times them properly, ``record`` keeps the numbers.
+``bench`` compares mechanisms, ``errors`` studies how the error falls with the number of features, ``inputs`` makes or
+reads what they are studied on, ``catalogue`` lists them, ``measure`` times them properly, ``record`` keeps the numbers.
 Nothing in the library imports this room. It needs torch only; its pages and pictures will need the ``lab`` extra.
 """
 
-from subquad.lab.bench import Cell, Comparison, compare, table
+from subquad.lab.bench import Cell, Comparison, compare, read_comparison
+from subquad.lab.bench_table import table
 from subquad.lab.catalogue import mechanism_list
+from subquad.lab.errors import ErrorStudy, error_study, error_table
+from subquad.lab.inputs import Inputs, gaussian_inputs, read_inputs
 from subquad.lab.measure import Timing, interleave, machine
 from subquad.lab.record import write_json
 
-__all__ = ["Cell", "Comparison", "Timing", "compare", "interleave", "machine", "mechanism_list", "table", "write_json"]
+__all__ = [
+    "Cell",
+    "Comparison",
+    "ErrorStudy",
+    "Inputs",
+    "Timing",
+    "compare",
+    "error_study",
+    "error_table",
+    "gaussian_inputs",
+    "interleave",
+    "machine",
+    "mechanism_list",
+    "read_comparison",
+    "read_inputs",
+    "table",
+    "write_json",
+]

@@ -6,29 +6,36 @@ a table with one anonymous input says nothing. The row *uniform* replaces attent
 mechanism whose error is not below it has learnt nothing from q and k on that input.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import subquad
+from subquad import checks
 from subquad.lab.measure import Timing, interleave, machine
+from subquad.lab.memory import available_memory, peak_memory
+from subquad.lab.peers import Peer, installed_peers
 
-__all__ = ["UNIFORM", "Cell", "Comparison", "compare", "table"]
+__all__ = ["UNIFORM", "Cell", "Comparison", "compare", "read_comparison"]
 
 UNIFORM = "uniform"
 _REFERENCE_ROWS = 256
+_PEER_FEATURES = 256  # the number that the mechanisms here have by default
 
 
 @dataclass(frozen=True)
 class Cell:
     """One mechanism at one length.
 
-    ``status`` is ``measured``, ``refused`` (the mechanism says that it cannot do this; ``reason`` repeats it) or
-    ``failed`` (an error that is a bug). ``errors`` maps the standard deviation of q and k to the relative error.
+    ``status`` is ``measured``, ``refused`` (the mechanism says that it cannot do this; ``reason`` repeats it),
+    ``skipped`` (this length would not fit into memory) or ``failed`` (an error that is a bug). ``errors`` maps the
+    standard deviation of q and k to the relative error. ``memory`` is what :func:`peak_memory` says, if asked for.
     """
 
     mechanism: str
@@ -38,6 +45,7 @@ class Cell:
     reason: str = ""
     timing: Timing | None = None
     errors: Mapping[float, float] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers for a record."""
@@ -49,7 +57,19 @@ class Cell:
             "reason": self.reason,
             **(self.timing.as_dict() if self.timing else {}),
             "errors": [{"input_std": std, "relative_error": error} for std, error in self.errors.items()],
+            **({"memory": dict(self.memory)} if self.memory else {}),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Cell":
+        """The cell that ``as_dict`` wrote."""
+        runs = data.get("runs_ms")
+        return cls(
+            *(data["mechanism"], data["length"], data["causal"], data["status"], data["reason"]),
+            timing=Timing(tuple(run / 1e3 for run in runs)) if runs else None,
+            errors={item["input_std"]: item["relative_error"] for item in data["errors"]},
+            memory=data.get("memory", {}),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,16 @@ class Comparison:
             "complete": self.complete,
             "cells": [cell.as_dict() for cell in self.cells],
         }
+
+
+def read_comparison(path: str | os.PathLike[str]) -> Comparison:
+    """A comparison from the JSON file that was written of it."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        cells = tuple(Cell.from_dict(cell) for cell in data["cells"])
+        return Comparison(data["settings"], data["machine"], cells, data["complete"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{os.fspath(path)}: not a saved comparison ({type(error).__name__}: {error})") from None
 
 
 def _uniform(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -91,19 +121,116 @@ def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, is_causal: bool
     return torch.stack(out, 1)
 
 
-def _create(
-    name: str, head_dim: int, heads: int, seed: int, longest: int, options: Mapping[str, Any]
-) -> subquad.Mechanism:
-    """The mechanism with its defaults; what is random in it is seeded."""
+def _options(name: str, seed: int, length: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``create`` is given besides the shape: what is random is seeded, what is built for a length gets it."""
     known = subquad.describe(name)["options"]
     own: dict[str, Any] = {"seed": seed} if "seed" in known else {}
     if "length" in known:
-        own["length"] = longest  # Linformer is built for a length
-    return subquad.create(name, head_dim, heads, **(own | dict(options))).eval()
+        own["length"] = length
+    return own | dict(options)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+@dataclass(frozen=True)
+class _Study:
+    """What is the same for every length of a comparison."""
+
+    names: Sequence[str]
+    peers: Mapping[str, Peer]
+    batch: int
+    heads: int
+    head_dim: int
+    input_stds: Sequence[float]
+    options: Mapping[str, Mapping[str, Any]]
+    runs: int
+    seconds: float
+    seed: int
+    backward: bool
+    memory: bool
+
+    def bytes_needed(self, length: int) -> int:
+        """Roughly, at this length: the inputs at every size, one competitor's working space, sampled exact rows."""
+        tensor = 4 * self.batch * self.heads * length * self.head_dim
+        features = 4 * self.batch * self.heads * length * _PEER_FEATURES
+        working = (12 if self.backward else 4) * tensor + (3 * features if self.peers else 0)
+        rows = 2 * 8 * self.batch * min(length, _REFERENCE_ROWS) * length
+        return (3 + 2 * len(self.input_stds)) * tensor + working + rows
+
+    def prepare(self, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], Tensor]:
+        """A call without arguments that computes this competitor's attention of these tensors."""
+        if name == UNIFORM:
+            return lambda: _uniform(q, k, v, is_causal)
+        if name in self.peers:
+            return self.peers[name].prepare(q, k, v, is_causal, _PEER_FEATURES)
+        chosen = _options(name, self.seed, q.shape[2], self.options.get(name, {}))
+        attend = subquad.create(name, self.head_dim, self.heads, **chosen).eval()
+        return lambda: attend(q, k, v, is_causal=is_causal)
+
+    def timed(self, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], object]:
+        """The call that the clock sees."""
+        if not self.backward:
+            return self.prepare(name, q, k, v, is_causal)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        call = self.prepare(name, q, k, v, is_causal)
+
+        def both() -> None:
+            with torch.enable_grad():
+                out = call()
+                out.backward(torch.ones_like(out))
+
+        return both
+
+    def length(self, length: int, is_causal: bool) -> Iterator[Cell]:
+        """All competitors at one length: first the errors, which also show who refuses, then the interleaved timing."""
+        needed, there = self.bytes_needed(length), available_memory()
+        if there is not None and needed > there:
+            reason = f"needs about {needed / 2**30:.1f} GiB of memory, {there / 2**30:.1f} GiB are available"
+            yield from (Cell(name, length, is_causal, "skipped", reason) for name in self.names)
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.batch, self.heads, length, self.head_dim)
+        q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+        rows = torch.linspace(0, length - 1, min(length, _REFERENCE_ROWS)).round().long()
+        references = {std: _softmax_rows(std * q, std * k, v, rows, is_causal) for std in self.input_stds}
+        calls: dict[str, Callable[[], object]] = {}
+        errors: dict[str, dict[float, float]] = {}
+        refused: dict[str, tuple[str, str]] = {}
+        q_timed, k_timed = self.input_stds[0] * q, self.input_stds[0] * k
+        for name in self.names:
+            try:
+                errors[name] = {}
+                estimate = name not in self.peers or self.peers[name].estimates_softmax
+                for std, reference in references.items() if estimate else ():
+                    out = self.prepare(name, std * q, std * k, v, is_causal)()[:, :, rows].double()
+                    errors[name][std] = float((out - reference).norm() / reference.norm())
+                call = self.timed(name, q_timed, k_timed, v, is_causal)
+                call()  # the warm-up: whoever cannot do this says so here, not between the others' runs
+                calls[name] = call
+            except (ValueError, TypeError, NotImplementedError) as error:
+                refused[name] = ("refused", _first_line(error))
+            except Exception as error:  # one broken mechanism must not take the measurements of the others with it
+                refused[name] = ("failed", f"{type(error).__name__}: {_first_line(error)}")
+        timings = interleave(calls, runs=self.runs, warmup=0, seconds=self.seconds)
+        del calls, references
+        for name in self.names:
+            if name not in timings:
+                yield Cell(name, length, is_causal, *refused[name])
+                continue
+            memory = self.peak(name, length, is_causal) if self.memory else {}
+            yield Cell(name, length, is_causal, "measured", "", timings[name], errors[name], memory)
+
+    def peak(self, name: str, length: int, is_causal: bool) -> dict[str, Any]:
+        """Of a fresh process; only what this library creates can be asked for there."""
+        if name == UNIFORM or name in self.peers:
+            return {}
+        return peak_memory(
+            name, length, options=_options(name, self.seed, length, self.options.get(name, {})), batch=self.batch,
+            heads=self.heads, head_dim=self.head_dim, is_causal=is_causal, backward=self.backward,
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
 
 
 def compare(
@@ -120,12 +247,18 @@ def compare(
     seconds: float = 3.0,
     threads: int | None = None,
     seed: int = 0,
+    backward: bool = False,
+    memory: bool = False,
+    peers: bool = False,
+    resume: Comparison | None = None,
     on_cell: Callable[[Cell, int, int], None] | None = None,
+    on_length: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
     """Time every mechanism against softmax at several lengths and measure its error.
 
-    Forward only, float32, on the CPU. Within one length all mechanisms are timed in turn (see
-    :func:`subquad.lab.interleave`), so their ratios hold even where the milliseconds do not.
+    Float32, on the CPU. Within one length all mechanisms are timed in turn (see :func:`subquad.lab.interleave`), so
+    their ratios hold even where the milliseconds do not. A length that would not fit into memory is skipped before
+    anything is allocated.
 
     Args:
         mechanisms: names; all that are listed where None. ``softmax`` is always measured: it is the yardstick.
@@ -138,7 +271,12 @@ def compare(
         seconds: stop the rounds of one length once they took this long (at least two are run).
         threads: torch's number of threads for the comparison; unchanged where None.
         seed: of the inputs and of the mechanisms.
+        backward: time forward and backward together instead of forward alone.
+        memory: also the peak memory of every call, each measured in a fresh process (seconds per cell).
+        peers: also the other libraries that are installed here (:mod:`subquad.lab.peers`).
+        resume: an earlier, interrupted comparison with the same settings: lengths that it finished are taken from it.
         on_cell: called after each cell with the cell, how many are done and how many there will be.
+        on_length: called after each length with what there is so far, for saving it.
 
     Returns:
         a :class:`Comparison`. Ctrl-C ends it early: what was measured is returned, with ``complete=False``.
@@ -159,13 +297,23 @@ def compare(
         raise ValueError(f"input_stds={input_stds}: one or more positive standard deviations are expected")
     known = set(subquad.list_mechanisms()) | {UNIFORM}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"mechanisms={unknown}: expected names among {sorted(known)}")
+        hint = checks.nearest(unknown[0], known)
+        raise ValueError(f"mechanisms={unknown}: expected names among {sorted(known)}{hint}")
+    found = {peer.name: peer for peer in installed_peers()} if peers else {}
+    names[-1:-1] = found  # `uniform` stays last
 
     settings: dict[str, Any] = {
         "mechanisms": names, "lengths": lengths, "causal": causal, "batch": batch, "heads": heads,
         "head_dim": head_dim, "input_stds": input_stds, "options": {k: dict(v) for k, v in (options or {}).items()},
-        "runs": runs, "seconds": seconds, "seed": seed, "dtype": "float32", "version": subquad.__version__,
+        "runs": runs, "seconds": seconds, "seed": seed, "backward": backward, "memory": memory,
+        "peers": {peer.package: peer.version for peer in found.values()}, "dtype": "float32",
+        "version": subquad.__version__,
     }  # fmt: skip
+    if resume is not None and dict(resume.settings) != json.loads(json.dumps(settings)):
+        raise ValueError("resume: that comparison was made with other settings, so its cells do not belong to this one")
+    study = _Study(
+        names, found, batch, heads, head_dim, input_stds, options or {}, runs, seconds, seed, backward, memory
+    )
     cells: list[Cell] = []
     total = len(causal) * len(lengths) * len(names)
     complete = False
@@ -177,118 +325,17 @@ def compare(
         with torch.no_grad():
             for is_causal in causal:
                 for length in lengths:
-                    shape = (batch, heads, length, head_dim)
-                    for cell in _one_length(names, shape, is_causal, input_stds, options or {}, runs, seconds, seed):
+                    earlier = [c for c in resume.cells if (c.causal, c.length) == (is_causal, length)] if resume else []
+                    whole = {cell.mechanism for cell in earlier} == set(names)
+                    for cell in earlier if whole else study.length(length, is_causal):
                         cells.append(cell)
                         if on_cell:
                             on_cell(cell, len(cells), total)
+                    if on_length:
+                        on_length(Comparison(settings, where, tuple(cells), len(cells) == total))
         complete = True
     except KeyboardInterrupt:
         pass  # the caller sees complete=False and still has every finished cell
     finally:
         torch.set_num_threads(before)
     return Comparison(settings, where, tuple(cells), complete)
-
-
-def _one_length(
-    names: Sequence[str],
-    shape: tuple[int, int, int, int],
-    is_causal: bool,
-    input_stds: Sequence[float],
-    options: Mapping[str, Mapping[str, Any]],
-    runs: int,
-    seconds: float,
-    seed: int,
-) -> list[Cell]:
-    """All mechanisms at one length: first the errors, which also show who refuses, then the interleaved timing."""
-    _, heads, length, head_dim = shape
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
-    rows = torch.linspace(0, length - 1, min(length, _REFERENCE_ROWS)).round().long()
-    references = {std: _softmax_rows(std * q, std * k, v, rows, is_causal) for std in input_stds}
-
-    calls: dict[str, Callable[[], Tensor]] = {}
-    errors: dict[str, dict[float, float]] = {}
-    refused: dict[str, tuple[str, str]] = {}
-    timed = input_stds[0]
-    q_timed, k_timed = timed * q, timed * k
-    for name in names:
-        try:
-            if name == UNIFORM:
-                attend: Callable[..., Tensor] = _uniform
-            else:
-                attend = _create(name, head_dim, heads, seed, q.shape[2], options.get(name, {}))
-            errors[name] = {}
-            for std, reference in references.items():
-                out = attend(std * q, std * k, v, is_causal=is_causal)[:, :, rows].double()
-                errors[name][std] = float((out - reference).norm() / reference.norm())
-            calls[name] = lambda attend=attend: attend(q_timed, k_timed, v, is_causal=is_causal)  # type: ignore[misc]
-        except (ValueError, TypeError, NotImplementedError) as error:
-            refused[name] = ("refused", _first_line(error))
-        except Exception as error:  # one broken mechanism must not take the measurements of the others with it
-            refused[name] = ("failed", f"{type(error).__name__}: {_first_line(error)}")
-    # No further warm-up: measuring the errors has just run every call at this length.
-    timings = interleave(calls, runs=runs, warmup=0, seconds=seconds)
-    return [
-        Cell(name, length, is_causal, "measured", timing=timings[name], errors=errors[name])
-        if name in timings
-        else Cell(name, length, is_causal, *refused[name])
-        for name in names
-    ]
-
-
-def table(comparison: Comparison) -> str:
-    """The comparison as plain text: milliseconds and speed against softmax per length, errors at the longest one."""
-    blocks = []
-    for is_causal in comparison.settings["causal"]:
-        cells = {(c.mechanism, c.length): c for c in comparison.cells if c.causal == is_causal}
-        lengths = sorted({length for _, length in cells})
-        if lengths:
-            blocks.append(_block(comparison, cells, lengths, is_causal))
-    notes = {f"{c.mechanism} ({'causal' if c.causal else 'full'}): {c.status}: {c.reason}": None
-             for c in comparison.cells if c.status != "measured"}  # fmt: skip
-    if notes:
-        blocks.append("\n".join(notes))
-    where, asked = comparison.machine, comparison.settings
-    blocks.append(
-        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; "
-        f"B{asked['batch']} H{asked['heads']} D{asked['head_dim']} {asked['dtype']}, forward, best of "
-        f"up to {asked['runs']} interleaved runs.\n"
-        "error: ||out - softmax|| / ||softmax|| for Gaussian q, k of that standard deviation. An estimate of softmax\n"
-        "attention that is no better than `uniform` (the mean of the values) is useless on such an input; linear and\n"
-        "efficient attention are functions of their own, for models trained with them."
-    )
-    if not comparison.complete:
-        blocks.append("Interrupted: the table holds what was measured until then.")
-    return "\n\n".join(blocks)
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x" if ratio >= 0.95 else f"{ratio:.2f}x"
-
-
-def _block(
-    comparison: Comparison, cells: Mapping[tuple[str, int], Cell], lengths: Sequence[int], is_causal: bool
-) -> str:
-    stds = comparison.settings["input_stds"]
-    header = ["causal" if is_causal else "full", *(f"L={length} ms" for length in lengths)]
-    header += [f"error, std {std:g}" for std in stds]
-    lines = [header]
-    for name in comparison.settings["mechanisms"]:
-        row = [name]
-        for length in lengths:
-            cell, softmax = cells.get((name, length)), cells.get(("softmax", length))
-            if cell is None or cell.timing is None:
-                row.append("-")
-            elif softmax is None or softmax.timing is None:
-                row.append(f"{cell.timing.best * 1e3:.2f}")
-            else:
-                row.append(f"{cell.timing.best * 1e3:.2f} ({_times(softmax.timing.best / cell.timing.best)})")
-        last = cells.get((name, lengths[-1]))
-        row += [f"{last.errors[std]:.2g}" if last and std in last.errors else "-" for std in stds]
-        lines.append(row)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-            for line in lines]  # fmt: skip
-    text.insert(1, "-" * len(text[0]))
-    return "\n".join(text) + f"\n(errors at L={lengths[-1]})"

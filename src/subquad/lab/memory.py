@@ -10,12 +10,49 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["peak_memory"]
+__all__ = ["available_memory", "peak_memories", "peak_memory"]
+
+_DEFAULTS: dict[str, Any] = {
+    "options": {}, "batch": 1, "heads": 8, "head_dim": 64, "is_causal": False, "backward": False, "backend": None,
+    "threads": None,
+}  # fmt: skip
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still use: what the system has left, or the container's limit; None if unknown.
+
+    >>> found = available_memory()
+    >>> found is None or found > 0
+    True
+    """
+    free: int | None = None
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        with contextlib.suppress(ModuleNotFoundError):  # not Linux: the lab extra has it
+            import psutil
+
+            free = int(psutil.virtual_memory().available)
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        free = limit - used if free is None else min(free, limit - used)
+    return free
 
 
 def peak_memory(
@@ -63,6 +100,51 @@ def peak_memory(
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"ended with status {done.returncode} (out of memory?)"}
     result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def peak_memories(jobs: Sequence[Mapping[str, Any]], *, timeout: float = 600.0) -> list[dict[str, Any]]:
+    """:func:`peak_memory` of several calls, each a mapping of its arguments, in the time of one start of Python.
+
+    One process loads the libraries and runs nothing; each call gets a fork of it, which is as fresh as a new process.
+    Where forking is not safe (macOS, Windows) every call gets a new process.
+    """
+    if sys.platform != "linux":
+        return [peak_memory(**job, timeout=timeout) for job in jobs]
+    full = [{**_DEFAULTS, **job} for job in jobs]
+    command = [sys.executable, "-m", "subquad.lab.memory", json.dumps(full)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        out, status = done.stdout, f"ended with status {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        # What the children before the slow one said still counts.
+        out, status = (late.stdout or b"").decode(), f"took longer than {timeout:.0f} s"
+    lines = [line for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
+    found: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    return found + [{"error": status}] * (len(full) - len(found))
+
+
+def _forked(job: dict[str, Any]) -> dict[str, Any]:
+    """The job in a fork of this process, which must not have computed anything yet."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(read)
+            try:
+                found = _child(job)
+            except Exception as error:
+                found = {"error": (str(error) or type(error).__name__).splitlines()[0]}
+            os.write(write, json.dumps(found).encode())
+            status = 0
+        finally:
+            os._exit(status)  # no cleanup of what belongs to the parent
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(child, 0)
+    result: dict[str, Any] = json.loads(text) if text else {"error": f"ended with status {status} (out of memory?)"}
     return result
 
 
@@ -131,4 +213,14 @@ def _child(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_child(json.loads(sys.argv[1]))))
+    asked = json.loads(sys.argv[1])
+    if isinstance(asked, dict):
+        print(json.dumps(_child(asked)))
+    else:
+        import subquad  # noqa: F401 - and torch with it: loaded once, before the forks
+
+        if any(one["backward"] for one in asked):
+            import torch._dynamo  # the first backward would load it, seconds in every fork
+
+        for one in asked:
+            print(json.dumps(_forked(one)), flush=True)

@@ -3,10 +3,11 @@
     uniform     1/n                                                    no features at all
     degree-1    (1 + s) e^{xbar.(y - ybar)}                            1 + D features
     hermite-2   (1 - tau^2/2 + s + s^2/2) e^{xbar.(y - ybar)}          1 + D + D(D+1)/2 features
+    taylor-2    1 + x.y + (x.y)^2/2                                    the same without calibration
 
 with s = (x - xbar).(y - ybar), tau_i^2 = (x_i - xbar)^T Cov(y) (x_i - xbar). They have no randomness: their errors are
 computed, not estimated. An error curve of random features without these beside it says little: on flat attention all
-three are better than any number of random features, and on sharp attention a random-feature map can be worse than the
+of them are better than any number of random features, and on sharp attention a random-feature map can be worse than the
 mean of the values.
 """
 
@@ -23,7 +24,7 @@ from .sampling import Block
 
 __all__ = ["BASELINES", "Means", "means_of", "polynomial_weights", "squared_errors", "uniform_weights"]
 
-BASELINES = ("uniform", "degree-1", "hermite-2")
+BASELINES = ("uniform", "degree-1", "hermite-2", "taylor-2")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ Nothing that is worse than the mean of the values is recommended, whatever the t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from .cost import attention_costs
 from .measuring import Piece
 from .prediction import Curve, baseline_errors, calibrated, check_inputs
 from .recommendation import Choice, Plan
-from .sampling import blocks, evenly
+from .sampling import CANDIDATES, blocks, evenly
 
 __all__ = ["plan"]
 
@@ -73,7 +73,7 @@ class _Study:
         # Whether a window's error grows with length can only be seen at two lengths; cross attention has no windows.
         half = self.long.tokens // 2
         self.half = Piece(q, k, v, tokens=half, seed=seed, **form) if q.shape[2] == k.shape[2] and half else None
-        self.sample = list(blocks(q, k, v, max_queries=ROWS_PER_HEAD, **{**form, "scale": self.scale}))
+        self.sample = list(blocks(q, k, v, max_queries=CANDIDATES, **{**form, "scale": self.scale}))
         if not self.sample:
             raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
         statistics = Calibration(k.shape[1], k.shape[-1])
@@ -139,9 +139,9 @@ class _Study:
     def search(self, ladder: Ladder) -> Choice:
         """The smallest number of random features that meets the target, by prediction and then by measurement."""
         first = self.make(ladder, ladder.steps[0])
-        curve = Curve(first, self.sample, scale=self.scale, max_keys=KEYS_PER_ROW)
+        curve = Curve(first, self.sample, scale=self.scale, max_rows=ROWS_PER_HEAD, max_keys=KEYS_PER_ROW)
         predicted = [curve.error(step["num_features"], output=self.with_values) for step in ladder.steps]
-        trusted = [curve.trust(curve.at(step["num_features"])[0])[0] for step in ladder.steps]
+        trusted = [curve.trust(step["num_features"])[0] for step in ladder.steps]
         found: dict[int, float] = {}
 
         def measure(i: int) -> float:
@@ -206,6 +206,7 @@ def plan(
     mechanisms: Iterable[str | Mechanism] | None = None,
     time_budget: float | None = None,
     seed: int = 0,
+    on_step: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Which mechanism to use for q (B, Hq, L, D), k (B, H, S, D) so that the error stays below `target_error`.
 
@@ -215,6 +216,7 @@ def plan(
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
     seed:         of everything that is drawn
+    on_step:      called with what was just judged, how many steps are done and how many there will be
 
     Takes seconds, more the first time on a machine: times are measured once and kept.
 
@@ -244,11 +246,19 @@ def plan(
         scale=scale,
         key_mask=mask,
     )
-    found = [study.search(each) if each.random_features else study.climb(each) for each in candidates]
-    choices = [choice for choice in found if choice is not None]
+    steps = len(candidates) + 1
+    choices: list[Choice] = []
+    for done, each in enumerate(candidates, 1):
+        found = study.search(each) if each.random_features else study.climb(each)
+        if found is not None:
+            choices.append(found)
+        if on_step:
+            on_step(each.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
     good = [choice for choice in choices if choice.error <= study.target]
     rest = [choice for choice in choices if not choice.error <= study.target]
     *good, exact = _timed([*good, Choice("softmax", {}, predicted_error=0.0)], study, heads, length, is_causal)
+    if on_step:
+        on_step("times", steps, steps)
     return Plan(
         choices=tuple(sorted([*good, exact], key=lambda c: c.seconds)) + tuple(sorted(rest, key=lambda c: c.error)),
         exact=exact,

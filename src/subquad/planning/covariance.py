@@ -42,7 +42,7 @@ from ..features.coupling import poisson_mean, poisson_terms
 from ..features.hadamard import next_power_of_two
 from ..features.variance import block_coefficient
 
-__all__ = ["Law", "RowSums", "row_sums"]
+__all__ = ["Law", "RowSums", "own_errors", "row_sums"]
 
 NODES = 512
 DEGREES = 12
@@ -82,6 +82,9 @@ class Law:
 class RowSums:
     """Per query (n,): what G and g contribute to the error of the weights and of the outputs, and what bounds it.
 
+    normaliser, normaliser_gain: what they contribute to a^T C a, the relative variance of the row's sum
+    multiples: queries that each stands for;  exact: of these, those among the rows that were computed exactly
+
     Positive features give a row of positive weights that sum to 1, so |dA_i|^2 <= 1 + |a_i|^2 and
     |dO_i| <= max_j |v_j - O_i| whatever the variance: a single query of huge norm cannot own the whole prediction.
     """
@@ -92,20 +95,27 @@ class RowSums:
     gain_out: Tensor
     most: Tensor
     most_out: Tensor
+    normaliser: Tensor
+    normaliser_gain: Tensor
     multiples: Tensor
+    exact: Tensor
 
     def __add__(self, other: RowSums) -> RowSums:
         return RowSums(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
 
     def error(self, law: Law, num_features: int) -> tuple[float, float]:
         """E |dA|^2 and E |dO|^2 at this number of features; infinite where the formula overflows and nothing bounds."""
+        weights, out = self.rows(law, num_features)
+        return float((weights * self.multiples).sum()), float((out * self.multiples).sum())
+
+    def rows(self, law: Law, num_features: int) -> tuple[Tensor, Tensor]:
+        """The same of every query (n,)."""
         one, c = law.coefficient(num_features)
 
-        def total(single: Tensor, gain: Tensor, most: Tensor) -> float:
-            each = torch.nan_to_num(one * single - c * gain, nan=math.inf, posinf=math.inf)
-            return float((torch.minimum(each, most) * self.multiples).sum())
+        def each(single: Tensor, gain: Tensor, most: Tensor) -> Tensor:
+            return torch.minimum(torch.nan_to_num(one * single - c * gain, nan=math.inf, posinf=math.inf), most)
 
-        return total(self.single, self.gain, self.most), total(self.single_out, self.gain_out, self.most_out)
+        return each(self.single, self.gain, self.most), each(self.single_out, self.gain_out, self.most_out)
 
 
 def _gegenbauer(dim: int) -> Tensor:
@@ -176,8 +186,8 @@ class _Gain:
         return total
 
 
-def _quadratic(matrix: Tensor, a: Tensor, count: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both sums per query (n,) for C = `matrix` (n, K, K), where key j stands for `count_j` keys like it.
+def _quadratic(matrix: Tensor, a: Tensor, count: Tensor, gram: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Both sums and a^T C a per query (n,) for C = `matrix` (n, K, K), where key j stands for `count_j` keys like it.
 
     A pair of different keys stands for count_j count_l pairs, a key with itself for count_j, not its square.
     """
@@ -191,19 +201,42 @@ def _quadratic(matrix: Tensor, a: Tensor, count: Tensor, gram: Tensor | None) ->
     whole = (counted * product).sum(-1) - (excess * a * a * diagonal).sum(-1)
     weights = own - 2 * cross + squares * whole
     if gram is None:
-        return weights, torch.zeros_like(weights)
+        return weights, torch.zeros_like(weights), whole
     pairs = counted.unsqueeze(-1) * counted.unsqueeze(-2) * matrix * gram
     out = pairs.sum((-2, -1)) - (excess * a * a * diagonal * gram.diagonal(dim1=-2, dim2=-1)).sum(-1)
-    return weights, out
+    return weights, out, whole
+
+
+def own_errors(law: Law, x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+    """a_j^2 G_jj (n, S) of all keys: the part of the error that needs no pairs, so that it can be had for every row.
+
+    x (n, D), y (S, D): centred where the map centres
+    """
+    if law.basis is not None:
+        x, y = x @ law.basis, y @ law.basis
+    y = -y if law.trig else y
+    s, t = 1 - 4 * law.a, 1 - 8 * law.a
+
+    def norms(stretch: Tensor) -> Tensor:
+        u, w = x * stretch, y * stretch
+        return u.square().sum(-1, keepdim=True) + w.square().sum(-1) + 2 * (u @ w.mT)
+
+    ones = torch.ones_like(s)
+    tilted, plain = norms(torch.sqrt(s / t)), norms(ones)
+    shift = tilted - plain + (torch.log(s) - torch.log(t) / 2).sum()
+    single = torch.expm1(tilted + shift)
+    if law.paired:
+        single = (single + torch.expm1(shift - tilted)) / 2
+    return torch.nan_to_num(a.square() * single, nan=0.0, posinf=1e300)
 
 
 def row_sums(
-    law: Law, x: Tensor, y: Tensor, a: Tensor, count: Tensor, residual: Tensor | None, multiples: Tensor
+    law: Law, x: Tensor, y: Tensor, a: Tensor, count: Tensor, residual: Tensor | None, multiples: Tensor, exact: Tensor
 ) -> RowSums:
     """E |dA|^2 and E |dO|^2 of n queries, apart from the number of features.
 
     x (n, D), y (n, K, D): centred where the map centres;  a (n, K): exact weights;  count (n, K): keys that each stands
-    for;  residual (n, K, E): v_j - O_i, or None;  multiples (n,): queries that each stands for
+    for;  residual (n, K, E): v_j - O_i, or None;  multiples, exact (n,): see RowSums
     """
     most = torch.full_like(multiples, math.inf) if law.trig else 1.0 + (count * a * a).sum(-1)
     most_out = torch.full_like(multiples, math.inf)
@@ -231,9 +264,9 @@ def row_sums(
             single = (single + torch.expm1(shift - inner)) / 2
         gram = None if residual is None else residual[rows] @ residual[rows].mT
         sums = _quadratic(single, a[rows], count[rows], gram)
-        gains = (torch.zeros_like(sums[0]), torch.zeros_like(sums[0]))
+        gains = (torch.zeros_like(sums[0]),) * 3
         if shared is not None:
             gains = _quadratic(shared.matrix(rows), a[rows], count[rows], gram)
-        bounds = (most[rows], most_out[rows], multiples[rows])
+        bounds = (most[rows], most_out[rows], sums[2], gains[2], multiples[rows], exact[rows])
         parts.append(RowSums(sums[0], gains[0], sums[1], gains[1], *bounds))
     return functools.reduce(RowSums.__add__, parts)

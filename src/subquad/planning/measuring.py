@@ -9,6 +9,7 @@ of v scatter by sqrt(2 / E) however many rows there are.
 from __future__ import annotations
 
 import math
+import statistics
 
 import torch
 from torch import Tensor
@@ -91,18 +92,20 @@ class Piece:
     def _masked(self, x: Tensor) -> Tensor:
         return x if self.rows is None else x * self.rows
 
-    def error(self, attend: Mechanism, *, draws: int = 1, enough: float = math.inf) -> float:
-        """Mean over `draws` redraws of |A' v - A v|^2 / |A v|^2; stops early once it is clearly above `enough`."""
-        total, done = 0.0, 0
+    def errors(self, attend: Mechanism, *, draws: int = 1, enough: float = math.inf) -> list[float]:
+        """|A' v - A v|^2 / |A v|^2 of every one of `draws` redraws; fewer once their mean is clearly above `enough`."""
+        found: list[float] = []
         with torch.no_grad():
             for draw in range(draws):
                 if draw:
                     attend.redraw()
                 out = attend(self.q, self.k, self.v, **self.call)
-                total += float(self._masked(out - self.exact).double().square().sum()) / self.norm
-                done += 1
-                if not math.isfinite(total):
-                    return math.inf
-                if done >= 3 and total / done > 3.0 * enough:
+                squares = float(self._masked(out - self.exact).double().square().sum())
+                found.append(squares / self.norm if math.isfinite(squares) else math.inf)
+                if found[-1] == math.inf or (len(found) >= 3 and sum(found) > 3.0 * enough * len(found)):
                     break
-        return total / done
+        return found
+
+    def error(self, attend: Mechanism, *, draws: int = 1, enough: float = math.inf) -> float:
+        """The mean of `errors`."""
+        return statistics.fmean(self.errors(attend, draws=draws, enough=enough))

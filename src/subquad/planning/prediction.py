@@ -8,8 +8,9 @@ features: the closed form of `covariance.py`, on a sample of rows. Polynomials: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,13 +24,23 @@ from ..mechanisms.base import Mechanism
 from ..mechanisms.performer import Performer
 from ..mechanisms.taylor import Taylor
 from .baselines import Means, means_of, polynomial_weights, squared_errors, uniform_weights
-from .covariance import Law, RowSums, row_sums
-from .sampling import Block, blocks, pick_keys
+from .covariance import Law, RowSums, own_errors, row_sums
+from .rarity import draw_variance
+from .sampling import CANDIDATES, MOST_ROWS, Block, blocks, pick_by_size, pick_keys
 
 __all__ = ["Curve", "Prediction", "baseline_errors", "calibrated", "check_inputs", "predict_error", "refusal"]
 
+# Where the first order holds. Rare draws that carry the error (`rarity.py`) are missing from the usual one. The
+# normaliser 1 + e makes the error larger by about 1 + 3 E[e^2]; of trigonometric features the one nearest 0 decides,
+# and 0.02 keeps 0 seven deviations away. Far below 0 (a variance!) the leading order of what dependent rows share with
+# one scale per direction is not enough.
 POSITIVE_LIMIT = 0.05
 TRIG_LIMIT = 0.2
+MOST_RARE = 1.0
+MOST_NORMALISER = 0.01
+TRIG_NORMALISER = 0.02
+MOST_SAMPLING = 0.1
+USUAL_FEATURES = 256
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,8 @@ class Prediction:
     error:        |A' - A|^2 / |A|^2 over all heads together; `per_head`: of each query head
     output_error: the same of the outputs A v, if v was given
     reliable:     False where the formula is known to break; `reason` says why
-    baselines:    errors of uniform attention, degree 1 and Hermite degree 2 on the same rows (`baselines_output`: of
-                  outputs); an error above "uniform" is worse than the mean of the values
+    baselines:    errors of uniform attention, degree 1, Hermite and Taylor degree 2 on the same rows
+                  (`baselines_output`: of outputs); an error above "uniform" is worse than the mean of the values
     method:       "closed form" for random features, "computed" where there is no randomness
     queries, keys: rows looked at per head, and the most keys per row
     """
@@ -114,14 +125,18 @@ class Curve:
     `refusal` says which mechanisms have no closed form.
     """
 
-    def __init__(self, attend: Mechanism, sample: list[Block], *, scale: float, max_keys: int) -> None:
+    def __init__(
+        self, attend: Mechanism, sample: list[Block], *, scale: float, max_keys: int, max_rows: int = 64
+    ) -> None:
         self.attend = attend
+        per_block = math.ceil(min(max_rows * len({block.head for block in sample}), MOST_ROWS) / max(1, len(sample)))
         heads = sorted({block.head for block in sample})
         self.norm = dict.fromkeys(heads, 0.0)
         self.norm_out = dict.fromkeys(heads, 0.0)
         self.fixed = dict.fromkeys(heads, (0.0, 0.0))
         self.laws: dict[int, Law] = {}
         self.sums: dict[int, RowSums] = {}
+        self.spreads: dict[int, float] = {}
         means: list[Means] | None = None
         phi = getattr(attend, "feature_map", None)
         if getattr(attend, "center", False) or getattr(attend, "hermite", False):
@@ -139,17 +154,36 @@ class Curve:
             else:
                 assert isinstance(attend, Performer)
                 self.laws[head] = _law(attend, block.kv_head)
-                sums = self._random(block, centre, self.laws[head], max_keys)
+                sums, spread = self._random(block, centre, self.laws[head], per_block, max_keys)
+                self.spreads[head] = max(spread, self.spreads.get(head, 0.0))
                 self.sums[head] = self.sums[head] + sums if head in self.sums else sums
 
     @staticmethod
-    def _random(block: Block, means: Means | None, law: Law, max_keys: int) -> RowSums:
-        index, count = pick_keys(block, max_keys)
+    def _random(block: Block, means: Means | None, law: Law, max_rows: int, max_keys: int) -> tuple[RowSums, float]:
         x, y = block.x, block.y
         if means is not None:
             x, y = x - means.x, y - means.y
+        own = own_errors(law, x, y, block.weights)
+        # At a usual number of features, bounded as the error of a row is.
+        sizes = torch.minimum(own.sum(-1) / USUAL_FEATURES, 1 + block.weights.square().sum(-1)) * block.count
+        rows, multiples = pick_by_size(sizes, max_rows)
+        block = replace(
+            block, x=block.x[rows], visible=block.visible[rows], weights=block.weights[rows], count=block.count[rows]
+        )
+        # Outputs weigh pairs of keys by their values, which know nothing of a key's norm: an even sample serves better.
+        index, count = pick_keys(block, max_keys, own[rows] if block.v is None else None)
         residual = None if block.v is None else block.v[index] - block.out.unsqueeze(1)
-        return row_sums(law, x, y[index], block.weights.gather(1, index), count, residual, block.count)
+        stands = block.count * multiples
+        sums = row_sums(
+            *(law, x[rows], y[index], block.weights.gather(1, index), count, residual), *(stands, multiples)
+        )
+        spread = 0.0
+        if not law.trig:  # cosines are bounded
+            z = x[rows].unsqueeze(1) + y[index]
+            z = z if law.basis is None else z @ law.basis
+            carried = own[rows].gather(1, index)
+            spread = draw_variance(z, carried, law.a, paired=law.paired, rows=stands, keys=count)
+        return sums, spread
 
     def at(self, num_features: int | None) -> tuple[float, float, tuple[float, ...]]:
         """error, output error and the error per head; `num_features` counts for random features only."""
@@ -167,31 +201,73 @@ class Curve:
         weights, out, _ = self.at(num_features)
         return out if output else weights
 
-    def trust(self, error: float) -> tuple[bool, str]:
-        """Whether the formula holds at this error, and if not, why."""
+    def _signs(self, num_features: int) -> tuple[float, float, float]:
+        """What tells whether the first order holds: rare draws, variance of the normaliser, error of the sample.
+
+        The first is an average over rows, each by its share in the error; the second likewise, trigonometric: the
+        largest, since one row whose normaliser comes near 0 owns the whole error.
+        """
+        total = rare = average = largest = variance = 0.0
+        for head, sums in self.sums.items():
+            law = self.laws[head]
+            each, _ = sums.rows(law, num_features)
+            one, c = law.coefficient(num_features)
+            carried = each * sums.multiples
+            total += float(carried.sum())
+            rare += float(carried.sum()) * one * self.spreads[head]
+            spread = torch.nan_to_num(one * sums.normaliser - c * sums.normaliser_gain, nan=math.inf, posinf=math.inf)
+            average += float(torch.nan_to_num(carried * spread, nan=0.0, posinf=math.inf).sum())
+            largest = max(largest, float(spread.max()))
+            # Both steps of the sample: which rows were computed exactly, and which of these were looked at.
+            stands = sums.multiples / sums.exact
+            variance += float((sums.exact * stands * (stands - 1) * each.square()).sum())
+            sampled = carried[sums.exact > 1]
+            variance += len(sampled) * float(sampled.var()) if len(sampled) > 1 else 0.0
+        if not total > 0:
+            return 0.0, 0.0, 0.0
+        trig = any(law.trig for law in self.laws.values())
+        return rare / total, largest if trig else average / total, math.sqrt(variance) / total
+
+    def trust(self, num_features: int | None) -> tuple[bool, str]:
+        """Whether the formula holds at this number of features, and if not, why."""
         if not self.sums:
             return True, ""
+        assert num_features is not None
+        error = self.at(num_features)[0]
         trig = any(law.trig for law in self.laws.values())
-        if trig and not error <= TRIG_LIMIT:
+        rare, normaliser, sampling = self._signs(num_features)
+        measure = "measure it, for example with plan()"
+        if trig and not (error <= TRIG_LIMIT and normaliser <= TRIG_NORMALISER):
             return False, (
-                f"trigonometric features above {TRIG_LIMIT}: the normaliser comes close to 0, the true error is larger"
+                f"trigonometric features above {TRIG_LIMIT}, or a row whose normaliser comes close to 0: the true "
+                f"error is larger; {measure}"
             )
         if not trig and not error <= POSITIVE_LIMIT:
             return False, (
                 f"positive features above {POSITIVE_LIMIT}: a few large pairs carry the variance, "
-                "the true error is usually smaller; measure it, for example with plan()"
+                f"the true error is usually smaller; {measure}"
             )
+        if not trig and not (rare <= MOST_RARE and normaliser <= MOST_NORMALISER):
+            return False, (
+                "queries and keys of large norm: draws too rare to be met carry the expected error, the usual one is "
+                f"smaller; {measure}"
+            )
+        if not trig and normaliser < -error:
+            return False, f"what dependent rows share is beyond its leading order here; {measure}"
+        if not sampling <= MOST_SAMPLING:
+            return False, f"the rows looked at differ too much to stand for all (raise max_queries); or {measure}"
         return True, ""
 
 
 def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors of the weights and of the outputs of uniform attention, degree 1 and Hermite degree 2."""
+    """Errors of the weights and of the outputs of every one of BASELINES."""
 
     def rows(block: Block) -> Iterator[tuple[str, Tensor]]:
         centre = means[block.kv_head]
         yield "uniform", uniform_weights(block)
         yield "degree-1", polynomial_weights(block, centre, degree=1)
         yield "hermite-2", polynomial_weights(block, centre, degree=2, hermite=True)
+        yield "taylor-2", polynomial_weights(block, None, degree=2)
 
     norm = sum(block.total(block.weights.square()) for block in sample)
     norm_out = sum(block.total(block.out.square()) for block in sample if block.v is not None)
@@ -239,11 +315,13 @@ def predict_error(
 
     mechanism:   "performer" with its options (softmax kernel, chi norms), "taylor", or an object of these; a name is
                  calibrated on q and k where it uses calibration, an object is taken as it is
-    v:           (B, H, S, E): also predict the relative squared error of the output
+    v:           (B, H, S, E): also predict the relative squared error of the output; with more than `max_keys` keys it
+                 rests on a sample of the values and can be off by half, whatever `reliable` says of the weights
     max_queries: rows per head;  max_keys: keys per row that the closed form looks at
 
-    Closed form: see `planning/covariance.py`. Below 0.05 (trigonometric: 0.2) `reliable` is True and it is usually
-    within 20 %; rare queries or keys of large norm that the sample misses can make it more than that. The features are
+    Closed form: see `planning/covariance.py`. `reliable` is True where it is below 0.05 (trigonometric: 0.2), no rare
+    draws carry it, the normaliser stays away from 0 and the rows looked at agree; there it is within 20 % of the mean
+    over many draws. The features are
     those of Choromanski et al., "Rethinking Attention with Performers", 2021, and Likhosherstov et al., "FAVOR#", 2023.
 
     >>> import torch, subquad as sq
@@ -272,12 +350,13 @@ def predict_error(
     if reason is not None:
         raise ValueError(f"mechanism={attend.name!r}: {reason}. Use plan(), which measures such mechanisms on a sample")
     number = attend.resolve_scale(scale)
-    sample = list(blocks(q, k, v, scale=number, is_causal=is_causal, key_mask=key_mask, max_queries=max_queries))
+    rows = max(max_queries, CANDIDATES)
+    sample = list(blocks(q, k, v, scale=number, is_causal=is_causal, key_mask=key_mask, max_queries=rows))
     if not sample:
         raise ValueError("key_mask leaves no query with a key; at least one real key per sampled sequence is expected")
-    curve = Curve(attend, sample, scale=number, max_keys=max_keys)
+    curve = Curve(attend, sample, scale=number, max_rows=max_queries, max_keys=max_keys)
     error, out, per_head = curve.at(getattr(attend, "num_features", None))
-    reliable, why = curve.trust(error)
+    reliable, why = curve.trust(getattr(attend, "num_features", None))
     statistics = Calibration(k.shape[1], k.shape[-1])
     statistics.update(q.cpu(), k.cpu(), None if key_mask is None else key_mask.cpu())
     baselines, baselines_out = baseline_errors(sample, means_of(statistics, number))
