@@ -4,6 +4,8 @@ Centring and per-direction scales use only these fixed numbers, never the sequen
 would let earlier tokens see later ones.
 
     mean, cov  of queries and of keys, per KV head; the queries of a group are pooled
+
+`balancing_map` is what the covariances say about a free choice: x.y = (T x).(T^-T y) for any invertible T.
 """
 
 from __future__ import annotations
@@ -15,7 +17,44 @@ from torch import Tensor
 
 from .precision import Float32Buffers
 
-__all__ = ["Calibration"]
+__all__ = ["Calibration", "balancing_map"]
+
+# Of the mean variance, added to every direction: directions that the sample hardly shows are not stretched beyond it.
+FLOOR = 1e-3
+
+
+def _power(matrix: Tensor, exponent: float) -> Tensor:
+    """A symmetric positive definite matrix (..., D, D) to a power, by its eigenvalues."""
+    values, vectors = torch.linalg.eigh(matrix)
+    least = values[..., -1:].clamp(min=torch.finfo(values.dtype).tiny) * 1e-12
+    power: Tensor = (vectors * values.clamp(min=least).pow(exponent).unsqueeze(-2)) @ vectors.mT
+    return power
+
+
+def balancing_map(query_cov: Tensor, key_cov: Tensor) -> tuple[Tensor, Tensor]:
+    """T and T^-T (H, D, D) that give T x and T^-T y the same covariance; query_cov, key_cov (H, D, D).
+
+        G = T^T T solves G Cov(x) G = Cov(y):  G = Sx^{-1/2} (Sx^{1/2} Sy Sx^{1/2})^{1/2} Sx^{-1/2},  T = G^{1/2}
+
+    Scores do not change, (T x).(T^-T y) = x.y, but of all such T this one makes E|T x|^2 + E|T^-T y|^2 least, on which
+    the variance of random features depends exponentially. Symmetric, in float64.
+
+    >>> q, k = torch.diag(torch.tensor([4.0, 1.0])), torch.diag(torch.tensor([1.0, 4.0]))
+    >>> T, back = balancing_map(q[None], k[None])
+    >>> [round(float(x), 2) for x in (T @ q.double() @ T.mT).diagonal(dim1=-2, dim2=-1)[0]]
+    [2.0, 2.0]
+    """
+    eye = torch.eye(query_cov.shape[-1], dtype=torch.float64, device=query_cov.device)
+
+    def floored(cov: Tensor) -> Tensor:
+        cov = cov.to(torch.float64)
+        mean = cov.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        return cov + (FLOOR * mean + torch.finfo(torch.float64).tiny) * eye
+
+    x, y = floored(query_cov), floored(key_cov)
+    root, inverse = _power(x, 0.5), _power(x, -0.5)
+    squared = inverse @ _power(root @ y @ root, 0.5) @ inverse
+    return _power(squared, 0.5), _power(squared, -0.5)
 
 
 class Calibration(Float32Buffers):
@@ -59,6 +98,19 @@ class Calibration(Float32Buffers):
         with torch.no_grad():
             self._merge("query", 0, self._rows(q, query_mask))
             self._merge("key", 1, self._rows(k, key_mask))
+        self._look()
+
+    def assign(self, query_mean: Tensor, key_mean: Tensor, query_cov: Tensor, key_cov: Tensor, counts: Tensor) -> None:
+        """Take over statistics gathered elsewhere: (H, D) twice, (H, D, D) twice, (2,) tokens."""
+        with torch.no_grad():
+            for name, value in (
+                ("query_mean", query_mean),
+                ("key_mean", key_mean),
+                ("query_cov", query_cov),
+                ("key_cov", key_cov),
+                ("counts", counts),
+            ):
+                getattr(self, name).copy_(value)
         self._look()
 
     def _rows(self, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -64,6 +64,14 @@ class PolynomialFeatures(FeatureMap):
     second: Tensor
     diagonal: Tensor
 
+    def reset_parameters(self) -> None:
+        """Write the index buffers again: for modules built on 'meta' and materialised by `to_empty`."""
+        first, second = torch.triu_indices(self.head_dim, self.head_dim, device="cpu")
+        with torch.no_grad():
+            self.first.copy_(first)
+            self.second.copy_(second)
+            self.diagonal.copy_(first == second)
+
     def default_scale(self, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
 

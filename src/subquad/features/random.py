@@ -165,6 +165,10 @@ class ExponentialFeatures(RandomFeatures):
 
     def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> None:
         super().calibrate(q, k, key_mask, query_mask)
+        self.use_statistics()
+
+    def use_statistics(self) -> None:
+        """Set the scales of oprf and sderf from the statistics gathered so far; the other maps have none."""
         if self.features not in ("oprf", "sderf"):
             return
         stats = self.calibration

@@ -18,7 +18,7 @@ from ..features.seeded import mix
 from ..mechanisms import Mechanism, create
 from .config import ModelConfig
 
-__all__ = ["draw_seed", "layer_mechanisms", "make_mechanism"]
+__all__ = ["draw_seed", "layer_mechanisms", "make_mechanism", "per_layer"]
 
 # One number per kind of attention, so that a decoder's self-attention and cross attention draw differently.
 STREAMS = {"encoder": 0, "decoder": 1, "cross": 2}
@@ -41,7 +41,7 @@ def _drawing_from(seed: int) -> Iterator[None]:
         torch.set_rng_state(before)
 
 
-def _per_layer(options: Mapping[str, Any], index: int) -> dict[str, Any]:
+def per_layer(options: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Options given once for all layers: an integer seed among them, also of a far field, is mixed with the
     index, and an object is copied."""
     changed: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def _per_layer(options: Mapping[str, Any], index: int) -> dict[str, Any]:
         if name == "seed" and isinstance(value, int):
             value = mix(value, index) >> 1
         elif isinstance(value, Mapping):
-            value = _per_layer(value, index)
+            value = per_layer(value, index)
         elif isinstance(value, Mechanism) and index:
             value = copy.deepcopy(value)
         changed[name] = value
@@ -94,7 +94,7 @@ def layer_mechanisms(config: ModelConfig, seed: int, stream: str, *, is_causal: 
         if isinstance(one, Mechanism):
             one = one if each or index == 0 else copy.deepcopy(one)
         elif isinstance(one, Mapping) and not each:
-            one = _per_layer(one, index)
+            one = per_layer(one, index)
         with _drawing_from(mix(mix(seed, STREAMS[stream]), index)):
             mechanism = make_mechanism(one, config.width, config.heads, config.kv_heads)
         if is_causal and not mechanism.causal:

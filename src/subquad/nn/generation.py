@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .. import checks
 
-__all__ = ["generate", "sample", "stream"]
+__all__ = ["check_sampling", "generate", "sample", "stream"]
 
 
-def _check_sampling(temperature: object, top_k: object, top_p: object) -> None:
+def check_sampling(temperature: object, top_k: object, top_p: object) -> None:
+    """Refuse a temperature below 0, a top_k below 1 and a top_p outside (0, 1]."""
     if (
         isinstance(temperature, bool)
         or not isinstance(temperature, (int, float))
@@ -43,7 +44,7 @@ def sample(
     >>> sample(torch.tensor([[0.0, 3.0, 1.0]]), temperature=0)
     tensor([1])
     """
-    _check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p)
     if bool(logits.isnan().any()):
         raise ValueError("logits hold NaN: the model diverged, or its input did; there is no most likely token")
     if temperature == 0:
@@ -108,7 +109,7 @@ def stream(
     [torch.Size([2]), torch.Size([2])]
     """
     checks.check_positive("max_new_tokens", max_new_tokens)
-    _check_sampling(temperature, top_k, top_p)
+    check_sampling(temperature, top_k, top_p)
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise ValueError(
             f"tokens must be an integer tensor of shape (batch, length), got {checks.describe_shape(tokens)}"

@@ -1,0 +1,118 @@
+"""``subquad generate``."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from subquad.cli.terminal import user_errors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["generate"]
+
+# Any of these means that the folder has a tokenizer of its own.
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no config.json; expected a folder written by save_pretrained")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _tokenizer(folder: Path, config: dict[str, Any]) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    from subquad.hf import ByteTokenizer
+
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if config.get("model_type") == "subquad" and config.get("vocab") == 256:
+        return ByteTokenizer()
+    raise ValueError(
+        f"{folder} has no tokenizer, and its vocabulary of {config.get('vocab')} is not that of bytes (256); save one "
+        "there with tokenizer.save_pretrained(folder), for example subquad.hf.ByteTokenizer()"
+    )
+
+
+def _model(folder: Path, config: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from subquad.hf import SubquadForCausalLM
+
+    if config.get("model_type") == "subquad":
+        return SubquadForCausalLM.from_pretrained(folder, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def _check_room(config: Any, prompt: int, tokens: int) -> None:
+    """Refuse a text that will not fit learned positions before the first token, not in the middle of it."""
+    most = getattr(config, "max_positions", None)
+    if most is not None and prompt + tokens > most:
+        raise ValueError(
+            f"the prompt has {prompt} tokens and --tokens asks for {tokens} more, but the model learned {most} "
+            f"positions; use --tokens {max(most - prompt, 0)} or less, or a shorter prompt"
+        )
+
+
+def generate(
+    folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained.")],
+    prompt: Annotated[str, typer.Option(help="The text to continue; - reads it from standard input.")],
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens to produce.")] = 200,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random; else the most likely.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling; below 1 is safer. Implies --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely. Implies --sample.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability. Implies --sample.")] = None,
+    beams: Annotated[int, typer.Option(min=1, help="Beam search over so many texts; printed at the end.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Continue a text with a saved model; tokens are printed as they come, in constant time and memory each."""
+    from subquad.nn.generation import check_sampling
+
+    with user_errors():
+        check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
+        if temperature == 0:
+            raise ValueError("--temperature 0 is no distribution; leave it out for the most likely token")
+        from transformers import TextStreamer, set_seed
+        from transformers.utils import logging
+
+        import subquad.hf  # noqa: F401  (registers the model classes)
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        config = _config(folder)
+        tokenizer = _tokenizer(folder, config)
+        model = _model(folder, config).eval()
+        text = sys.stdin.read() if prompt == "-" else prompt
+        encoded = tokenizer(text, return_tensors="pt")
+        if encoded["input_ids"].numel() == 0:
+            raise ValueError("--prompt is empty: give at least one character to continue")
+        _check_room(model.config, encoded["input_ids"].shape[1], tokens)
+        drawing = sample or any(option is not None for option in (temperature, top_k, top_p))
+        options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": drawing, "num_beams": beams}
+        if drawing:
+            options.update(temperature=temperature or 1.0, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
+        if tokenizer.pad_token_id is not None:
+            options["pad_token_id"] = tokenizer.pad_token_id
+        set_seed(seed)
+        if beams == 1:
+            options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        try:
+            made = model.generate(encoded["input_ids"], attention_mask=encoded["attention_mask"], **options)
+        except KeyboardInterrupt:
+            print()  # what was printed so far stays
+            raise typer.Exit(130) from None
+        if beams > 1:
+            new = made[0, encoded["input_ids"].shape[1] :]
+            print(tokenizer.decode(new, skip_special_tokens=True))

@@ -1,0 +1,291 @@
+"""A cache for `generate()` that holds one mechanism state per layer instead of keys and values.
+
+Its size is that of the states: constant in the context for every kernelised mechanism and for sliding windows, growing
+for `softmax`, whose state is the list of all keys. transformers' own linear-attention layers hold a convolution and a
+recurrent tensor of one shape and track no length; a mechanism's state is any registered pytree (sums with a running
+maximum, a window with a count, both), and masks, positions and prompts that continue a cache need the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .. import checks
+from ..mechanisms import Mechanism
+from ..nn.states import ModelState
+
+__all__ = ["StateCache", "StateLayer", "layer_of"]
+
+# Where `StateLayer.update` leaves the way from the keys it returns to itself.
+_MARK = "_subquad_layer"
+
+
+class StateLayer(CacheLayerMixin):
+    """One layer's memory: a mechanism's state and the number of tokens it was made from, padding included.
+
+    For models whose layers call `past_key_values.update(k, v, layer_idx)` and then an attention function (every
+    decoder of transformers), `update` counts the new tokens and returns the new k and v alone, never the past; the
+    attention function goes on from there:
+
+        layer = layer_of(k)                                            # None without a cache
+        out = layer.advance(mechanism, q, k, v, key_mask=..., scale=...)
+
+    so the state goes in and comes out in one place. The mask of such a call covers the new tokens only, which is what
+    `get_mask_sizes` says.
+
+    >>> import subquad as sq
+    >>> attn = sq.create("linear", head_dim=8)
+    >>> q, k, v = torch.randn(3, 2, 4, 10, 8)
+    >>> layer = StateLayer()
+    >>> for piece in (slice(0, 7), slice(7, 10)):
+    ...     new_k, new_v = layer.update(k[:, :, piece], v[:, :, piece])
+    ...     out = layer_of(new_k).advance(attn, q[:, :, piece], new_k, new_v)
+    >>> torch.allclose(out, attn(q, k, v, is_causal=True)[:, :, 7:], atol=1e-5), layer.get_seq_length()
+    (True, 10)
+    """
+
+    # generate() would compile a step on its own for these; a state is replaced, not written in place.
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    # There is nothing to allocate before the first token: only the mechanism knows the shapes.
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state: Any = None
+        self.length = 0
+        self.device: torch.device | None = None
+        self.dtype: torch.dtype | None = None
+
+    def __repr__(self) -> str:
+        return f"StateLayer(length={self.length}, state={type(self.state).__name__})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateLayer:
+        # States are replaced and never written to, so a copy can share them: forking a context costs nothing.
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        memo[id(self)] = made
+        return made
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Remember device and dtype; the state itself comes from the mechanism."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Count new tokens k (B, H, L, D), v (B, H, L, E) and return them alone; see the class for what follows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.length += key_states.shape[-2]
+        setattr(key_states, _MARK, self)
+        return key_states, value_states
+
+    def advance(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+        """mechanism.scan of the tokens that `update` counted, after the state, which is replaced; -> (B, Hq, L, E)."""
+        k.__dict__.pop(_MARK, None)  # a state that keeps k would lead back to this layer: a cycle
+        out, self.state = mechanism.scan(q, k, v, self.state, **call)
+        return out
+
+    def store(self, state: Any, length: int, device: torch.device) -> None:
+        """Put in the state after further `length` tokens: for models that scan by themselves."""
+        self.state, self.device, self.is_initialized = state, device, True
+        self.length += length
+
+    # -- what masks and positions need -------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, padding included, as transformers counts them."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """(keys that `update` returns, position of the first of them): the new tokens, after all that went before.
+
+        The first versions of transformers 5 give the positions of the queries (L,) instead of their number.
+        """
+        return (query_length if isinstance(query_length, int) else len(query_length)), self.length
+
+    def get_max_length(self) -> int:
+        """-1: there is no longest context."""
+        return -1
+
+    # The name of the same question in the first versions of transformers 5.
+    get_max_cache_shape = get_max_length
+
+    # -- sequences of the batch ------------------------------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; an AttributeError before the first token, as for transformers' own lazy layers."""
+        for leaf in pytree.tree_leaves(self.state):
+            if isinstance(leaf, Tensor):
+                return int(leaf.shape[0])
+        raise AttributeError("batch_size: the layer has seen no token yet")
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.state = pytree.tree_map_only(Tensor, change, self.state)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep, reorder or repeat sequences: `indices` (N,) int64."""
+        self._change(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes sequence beam_idx[i]: beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times in a row."""
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def reset(self) -> None:
+        """Forget everything; the next token is the first one."""
+        self.state, self.length = None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a state is a sum over its tokens and keeps none of them, so none can be taken back."""
+        raise NotImplementedError(
+            f"crop({tokens_to_remove}): a mechanism's state is a running sum that keeps no single token, so tokens "
+            "cannot be taken back. Keep a copy of the cache from before them (copy.deepcopy(cache)), and use greedy, "
+            "sampling or beam search: assisted and prompt-lookup decoding need a cache that crops"
+        )
+
+    # -- devices ----------------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move the state to the CPU."""
+        self._change(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the state back to where it was made."""
+        self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+def layer_of(key_states: Tensor) -> StateLayer | None:
+    """The `StateLayer` whose `update` returned these keys, or None: how an attention function finds its state.
+
+    >>> layer = StateLayer()
+    >>> k, v = layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
+    >>> layer_of(k) is layer, layer_of(k.clone())
+    (True, None)
+    """
+    found: StateLayer | None = getattr(key_states, _MARK, None)
+    return found
+
+
+class StateCache(Cache):
+    """A `past_key_values` made of `StateLayer`s; one of transformers' own layers may stand wherever one is needed.
+
+    layers: their number, or the layers themselves. For a model of which only some layers are converted:
+
+        mixed = DynamicCache(config=model.config).layers
+        cache = StateCache([StateLayer() if i in converted else layer for i, layer in enumerate(mixed)])
+
+    It also carries what a whole model of this library remembers besides its layers: where each sequence begins, how
+    many real tokens it has, and which model made it (`model_state`, `store`).
+
+    >>> import subquad as sq
+    >>> model = sq.nn.TransformerDecoder(layers=2, heads=2, dim=8, vocab=5, mechanism="linear")
+    >>> cache = StateCache(2)
+    >>> _, states = model.scan(torch.tensor([[1, 2, 3]]), cache.model_state)
+    >>> cache.store(states, 3)
+    >>> cache.batch_repeat_interleave(4)
+    >>> cache.get_seq_length(), cache.model_state.batch
+    (3, 4)
+    """
+
+    layers: list[Any]
+
+    def __init__(self, layers: int | Sequence[Any]) -> None:
+        if isinstance(layers, int):
+            checks.check_positive("layers", layers)
+            layers = [StateLayer() for _ in range(layers)]
+        super().__init__(layers=list(layers))
+        # start and length (B,) and the origin of `ModelState`, without its layers.
+        self._rest: ModelState | None = None
+
+    # -- states of a whole model ------------------------------------------------------------------------------------
+
+    @property
+    def model_state(self) -> ModelState | None:
+        """What `scan` of a model of this library takes; None before the first token."""
+        if self._rest is None:
+            return None
+        rest = self._rest
+        return ModelState(
+            tuple(layer.state for layer in self.layers), rest.memory, rest.start, rest.length, rest.origin
+        )
+
+    def store(self, state: ModelState, length: int) -> None:
+        """Put in the model's state after further `length` tokens (padding included)."""
+        if len(state.layers) != len(self.layers):
+            raise ValueError(
+                f"the cache has {len(self.layers)} layers, the state {len(state.layers)}: make a new cache"
+            )
+        for layer, one in zip(self.layers, state.layers, strict=True):
+            layer.store(one, length, state.length.device)
+        self._rest = ModelState((), state.memory, state.start, state.length, state.origin)
+
+    def _change_rest(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._rest = pytree.tree_map_only(Tensor, change, self._rest)
+
+    # -- transformers' own calls --------------------------------------------------------------------------------------
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(keys, position of the first) for the mask that all layers of one kind share.
+
+        Where some layers keep keys, they decide: states need no more than the last `query_length` columns.
+        """
+        if isinstance(self.layers[layer_idx], StateLayer):
+            for layer in self.layers:
+                if not isinstance(layer, StateLayer) and not getattr(layer, "is_sliding", False):
+                    sizes: tuple[int, int] = layer.get_mask_sizes(query_length)
+                    return sizes
+        sizes = self.layers[layer_idx].get_mask_sizes(query_length)
+        return sizes
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes sequence beam_idx[i]: beam search."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._change_rest(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep, reorder or repeat sequences: `indices` (N,) int64."""
+        super().batch_select_indices(indices)
+        self._change_rest(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence `repeats` times in a row."""
+        super().batch_repeat_interleave(repeats)
+        self._change_rest(lambda x: x.repeat_interleave(repeats, 0))
+
+    def reset(self) -> None:
+        """Forget everything; the next token is the first one."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._rest = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused before anything changes if any layer holds a state; see `StateLayer.crop`."""
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether every layer can take tokens back, which no state can."""
+        return not any(isinstance(layer, StateLayer) for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of all states and layers."""
+        states = [x.state if isinstance(x, StateLayer) else (x.keys, x.values) for x in self.layers]
+        kept = [self._rest, *states]
+        return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(kept) if isinstance(x, Tensor))

@@ -1,0 +1,184 @@
+"""`convert`: give a model that exists linear-time attention, keep its weights, and say what that costs.
+
+Everything is built, calibrated and measured first and put in place at the end, so that an error leaves the model as
+it was. What was done is written into the model's config, which is what `save_pretrained` keeps and loading reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..mechanisms import Mechanism
+from .attachment import attach, detach, implementations, record_conversion
+from .capture import LayerSample, capture
+from .choice import Assignment, assign, known_layers, needs_calibration, seen_as
+from .conversion_report import ConversionReport, Errors, LayerReport, total_tokens
+from .interface import mechanism_of
+
+__all__ = ["convert", "revert"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def _batches(calibration: Iterable[Any] | None) -> list[Any]:
+    if calibration is None:
+        return []
+    if isinstance(calibration, (Mapping, torch.Tensor, str)):
+        raise TypeError(
+            "calibration must be an iterable of batches, each a dict of tensors as the model takes them, got a single "
+            f"{type(calibration).__name__}; put it into a list"
+        )
+    batches = list(calibration)
+    if not batches:
+        raise ValueError(
+            "calibration is empty: at least one batch is needed, a dict of tensors as the model takes them"
+        )
+    return batches
+
+
+def _calibrate(mechanism: Mechanism, sample: LayerSample) -> None:
+    for q, k, _, key_mask in sample.calls():
+        mechanism.calibrate(q, k, key_mask=key_mask, query_mask=None if sample.cross else key_mask)
+
+
+def _gather(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> list[Assignment]:
+    """Calibrate what has statistics to gather."""
+    needy = {a.layer.index: a for a in made if a.mechanism is not None and needs_calibration(a.mechanism)}
+    if not needy:
+        return list(made)
+    if not batches:
+        name = next(a.mechanism.name for a in needy.values() if a.mechanism is not None)
+        raise ValueError(
+            f"{name!r} as configured learns means or scales from sample data: pass calibration=, an iterable of "
+            "batches as the model takes them (a few hundred tokens are enough)"
+        )
+    for batch in batches:
+        for sample in capture(model, [batch], layers=list(needy)):
+            mechanism = needy[sample.layer].mechanism
+            assert mechanism is not None
+            _calibrate(mechanism, sample)
+    for assignment in needy.values():
+        assert assignment.mechanism is not None
+        if needs_calibration(assignment.mechanism):
+            raise ValueError(
+                f"the calibration batches never reach attention layer {assignment.layer.index} "
+                f"({assignment.layer.name}), or hold padding only; give batches that run the whole model"
+            )
+    return list(made)
+
+
+def _measure(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> ConversionReport:
+    """Errors of every converted layer on the exact model's own queries, keys and values."""
+    errors = {a.layer.index: Errors(a.layer, a.mechanism) for a in made if a.mechanism is not None}
+    tokens = 0
+    for batch in batches:
+        samples = capture(model, [batch], layers=list(errors))
+        tokens += total_tokens(samples)
+        for sample in samples:
+            errors[sample.layer].add(sample)
+    rows = []
+    for assignment in made:
+        index, mechanism = assignment.layer.index, assignment.mechanism
+        numbers = errors[index].relative() if index in errors else {}
+        what = None if mechanism is None else saved_config(mechanism)
+        rows.append(LayerReport(index, assignment.layer.name, what, assignment.reason, **numbers))
+    return ConversionReport(tuple(rows), len(batches), tokens)
+
+
+def saved_config(mechanism: Mechanism) -> dict[str, Any]:
+    """The mechanism's config, or why it has none: a callable inside cannot be written down."""
+    try:
+        return mechanism.config()
+    except TypeError as error:
+        return {"mechanism": mechanism.name, "unsaveable": str(error)}
+
+
+def convert(
+    model: Model,
+    mechanism: Any,
+    layers: Iterable[int | str] | None = None,
+    calibration: Iterable[Any] | None = None,
+    **options: Any,
+) -> tuple[Model, ConversionReport]:
+    """Replace the attention of `model`, in place, and report what it costs: (model, report).
+
+    model:       any transformers model whose layers call the attention interface, or a module made of
+                 torch.nn.MultiheadAttention (nn.TransformerEncoder, ...)
+    mechanism:   a name ("performer"), {"mechanism": name, **options}, a `Mechanism` object (each layer gets one of its
+                 kind), a function of the layer, or one choice per layer: a list, or a mapping from numbers or names,
+                 None for "leave it exact"
+    layers:      numbers or names of the attention layers to convert; None = all that can be
+    calibration: batches as the model takes them (dicts of tensors). Needed by mechanisms with centring or SDERF
+                 features; where given, the report has each layer's error on them
+    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
+
+    The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
+    `load(folder)` brings it back. Decoders generate with a cache of constant size afterwards. Masks that linear-time
+    attention cannot express are refused by name, when the model is called with one.
+
+    >>> import torch, subquad as sq
+    >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), 2).eval()
+    >>> x = torch.randn(2, 10, 32)
+    >>> model, report = sq.hf.convert(model, "performer", calibration=[x], num_features=64, seed=0)
+    >>> report.converted, model(x).shape
+    ([0, 1], torch.Size([2, 10, 32]))
+    >>> model = sq.hf.revert(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    found = known_layers(model)
+    already = [layer for layer in found if mechanism_of(layer.module) is not None]
+    if already:
+        raise ValueError(
+            f"the model is converted already (attention layer {already[0].index} is "
+            f"{mechanism_of(already[0].module).name!r}); call subquad.hf.revert(model) first"  # type: ignore[union-attr]
+        )
+    batches = _batches(calibration)
+    if batches:
+        seen = {sample.layer: sample for sample in capture(model, batches[:1])}
+        found = [seen_as(layer, seen.get(layer.index)) for layer in found]
+    made = assign(found, mechanism, layers, options)
+    for assignment in made:
+        if assignment.mechanism is not None:
+            _move(assignment.mechanism, assignment.layer.module)
+    made = _gather(model, made, batches)
+    report = _measure(model, made, batches)
+    # From here on nothing can fail.
+    names = {}
+    for assignment in made:
+        if assignment.mechanism is not None:
+            attach(model, assignment.layer, assignment.mechanism)
+            names[assignment.layer.name] = saved_config(assignment.mechanism)
+    implementations(model, converted=True)
+    record_conversion(model, names)
+    return model, report
+
+
+def _move(mechanism: Mechanism, module: nn.Module) -> None:
+    parameter = next(module.parameters(), None)
+    if parameter is not None:
+        mechanism.to(parameter.device)
+    mechanism.train(module.training)
+
+
+def revert(model: Model) -> Model:
+    """Undo `convert`: the mechanisms are removed, the model computes exact attention again. Returns the model.
+
+    >>> import torch, subquad as sq
+    >>> model = torch.nn.MultiheadAttention(32, 4)
+    >>> model, _ = sq.hf.convert(model, "linear")
+    >>> type(sq.hf.revert(model)).__name__
+    'MultiheadAttention'
+    """
+    found = [layer for layer in known_layers(model) if mechanism_of(layer.module) is not None]
+    if not found:
+        raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
+    for layer in found:
+        detach(model, layer)
+    implementations(model, converted=False)
+    record_conversion(model, None)
+    return model

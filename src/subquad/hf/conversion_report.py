@@ -1,0 +1,163 @@
+"""What a conversion did and how far each layer is from exact attention on the calibration batches.
+
+    error = |out - exact| / |exact|        Frobenius norms over all real queries and heads of a layer
+
+Beside it, on the same tensors: `uniform`, the plain mean of the visible values, and `window_only`, exact attention
+inside the same window and sinks with nothing far away. A mechanism that does not beat both is not worth its cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mechanisms import Mechanism, create
+from ..mechanisms.softmax import Softmax
+from .capture import LayerSample
+from .families import AttentionLayer
+
+__all__ = ["ConversionReport", "Errors", "LayerReport", "describe", "uniform_output"]
+
+# The window of the comparison for mechanisms that have none.
+_WINDOW, _SINKS = 32, 4
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One attention layer: `mechanism` None where it was left exact, for `reason`; errors None where not measured."""
+
+    layer: int
+    name: str
+    mechanism: dict[str, Any] | None
+    reason: str = ""
+    error: float | None = None
+    uniform: float | None = None
+    window_only: float | None = None
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Per layer, what happened and how wrong it is; `str(report)` is a table, `as_dict()` plain data.
+
+    >>> report = ConversionReport((LayerReport(0, "a", {"mechanism": "linear"}, error=0.5),))
+    >>> report.converted, report.left_exact
+    ([0], [])
+    """
+
+    layers: tuple[LayerReport, ...]
+    calibration_batches: int = 0
+    calibration_tokens: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def converted(self) -> list[int]:
+        """Numbers of the converted layers."""
+        return [layer.layer for layer in self.layers if layer.mechanism is not None]
+
+    @property
+    def left_exact(self) -> list[int]:
+        """Numbers of the layers that are as they were."""
+        return [layer.layer for layer in self.layers if layer.mechanism is None]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "converted": self.converted, "left_exact": self.left_exact}
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("layer", "name", "mechanism", "error", "uniform", "window only")]
+        for layer in self.layers:
+            what = f"exact: {layer.reason}" if layer.mechanism is None else describe(layer.mechanism)
+            numbers = ("" if x is None else f"{x:.4f}" for x in (layer.error, layer.uniform, layer.window_only))
+            rows.append((str(layer.layer), layer.name, what, *numbers))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.append(
+            f"{len(self.converted)} of {len(self.layers)} attention layers converted"
+            + (f"; errors on {self.calibration_tokens} tokens" if self.calibration_batches else "; errors not measured")
+        )
+        return "\n".join([*lines, *self.notes])
+
+
+def describe(config: dict[str, Any]) -> str:
+    """A mechanism's config in a few words: its name and the options that say what it costs."""
+    options = ("features", "num_features", "window", "sinks", "clusters")
+    shown = [str(config["mechanism"]), *(f"{name}={config[name]}" for name in options if config.get(name) is not None)]
+    far = config.get("far")
+    if isinstance(far, dict):
+        shown.append(f"far={describe(far)}")
+    return " ".join(shown)
+
+
+def uniform_output(k: Tensor, v: Tensor, key_mask: Tensor | None, groups: int, is_causal: bool) -> Tensor:
+    """The mean of the visible values: (B, Hq, L or 1, E)."""
+    real = torch.ones(k.shape[0], k.shape[2], dtype=v.dtype) if key_mask is None else key_mask.to(v.dtype)
+    weight = real[:, None, :, None].to(v.device)
+    total, count = (v.nan_to_num() * weight), weight.expand(-1, 1, -1, -1)
+    if is_causal:
+        mean = total.cumsum(2) / count.cumsum(2).clamp(min=1)
+    else:
+        mean = total.sum(2, keepdim=True) / count.sum(2, keepdim=True).clamp(min=1)
+    return mean.repeat_interleave(groups, 1)
+
+
+class Errors:
+    """Running sums of squared errors of one layer, batch by batch.
+
+    >>> import subquad as sq
+    >>> attn, layer = sq.create("linear", 8), AttentionLayer(0, "a", torch.nn.Identity(), 8, 2, 2, False, False)
+    >>> q, k, v = torch.randn(3, 1, 2, 20, 8)
+    >>> errors = Errors(layer, attn)
+    >>> errors.add(LayerSample(0, "a", [q], [k], [v], [None], scale=8**-0.5))
+    >>> sorted(errors.relative())
+    ['error', 'uniform', 'window_only']
+    """
+
+    def __init__(self, layer: AttentionLayer, mechanism: Mechanism) -> None:
+        self.mechanism = mechanism
+        self.exact = Softmax(mechanism.head_dim)
+        self.window: Mechanism | None = None
+        if not layer.cross:
+            window, sinks = getattr(mechanism, "window", None), getattr(mechanism, "sinks", None)
+            self.window = create(
+                "local",
+                mechanism.head_dim,
+                window=_WINDOW if window is None else window,
+                global_tokens=_SINKS if sinks is None else sinks,
+            )
+        self.norm = 0.0
+        self.squared: dict[str, float] = {}
+
+    @torch.no_grad()
+    def add(self, sample: LayerSample) -> None:
+        """Add what the layer saw."""
+        for q, k, v, key_mask in sample.calls():
+            own = None if sample.cross else key_mask
+            call: dict[str, Any] = {
+                "is_causal": sample.is_causal, "scale": sample.scale, "key_mask": key_mask, "query_mask": own
+            }  # fmt: skip
+            exact = self.exact(q, k, v, **call)
+            groups = q.shape[1] // k.shape[1]
+            outs = {
+                "error": self.mechanism(q, k, v, **call),
+                "uniform": uniform_output(k, v, key_mask, groups, sample.is_causal),
+            }
+            if self.window is not None:
+                outs["window_only"] = self.window(q, k, v, **call)
+            real = torch.ones((), device=v.device) if own is None else own[:, None, :, None].to(v.device)
+            self.norm += float((exact.double() * real).square().sum())
+            for name, out in outs.items():
+                difference = (out.double() - exact.double()) * real
+                self.squared[name] = self.squared.get(name, 0.0) + float(difference.square().sum())
+
+    def relative(self) -> dict[str, float]:
+        """Relative errors by name."""
+        return {name: (value / max(self.norm, 1e-300)) ** 0.5 for name, value in self.squared.items()}
+
+
+def total_tokens(samples: Iterable[LayerSample]) -> int:
+    """Real tokens of the sample that saw most of them."""
+    return max((sample.tokens for sample in samples), default=0)

@@ -1,0 +1,208 @@
+"""`subquad convert`, and the figures it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from subquad import cli
+from subquad.hf import convert, load
+from subquad.hf.families import find_layers
+from subquad.hf.interface import mechanism_of
+from subquad.lab.converted import lengthened, memory_of, pays_from, time_models
+from subquad.lab.quality import figure, kind_of, read_documents, to_batches
+
+from .zoo import VOCAB, make
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(5, VOCAB, (length,), generator=generator).tolist() for length in range(6, 36)]
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(cli._application(), ["convert", *(str(one) for one in arguments)])
+
+
+def saved(tmp_path: Path, name: str) -> Path:
+    make(name).save_pretrained(tmp_path / name)
+    return tmp_path / name
+
+
+def test_a_folder_comes_out_with_the_report(tmp_path: Path, ids: Path) -> None:
+    out = tmp_path / "out"
+    ran = invoke(
+        saved(tmp_path, "llama"), "--mechanism", "hybrid:window=4:sinks=1", "--option",
+        'far={"mechanism": "performer", "features": "sderf", "num_features": 16, "seed": 0}',
+        "--layers", "0,2", "--calibrate", ids, "--no-speed", "--out", out,
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    assert "2 of 3 attention layers converted" in ran.output and "perplexity (lower is better)" in ran.output
+    record = json.loads((out / "report.json").read_text())
+    assert record["layers"]["converted"] == [0, 2]
+    quality = record["quality"]
+    assert {"exact", "converted", "uniform", "window only"} < quality.keys()
+    assert 0 < abs(quality["converted"] - quality["exact"]) < abs(quality["uniform"] - quality["exact"])
+    model = load(out)
+    assert [mechanism_of(layer.module) is None for layer in find_layers(model)] == [False, True, False]
+
+
+def test_distillation_lowers_the_damage(tmp_path: Path, ids: Path) -> None:
+    out = tmp_path / "out"
+    ran = invoke(
+        saved(tmp_path, "bert"), "--mechanism", "hedgehog", "--calibrate", ids, "--distill", ids, "--steps", 30,
+        "--no-speed", "--out", out,
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    record = json.loads((out / "report.json").read_text())
+    assert record["quality"]["figure"] == "embedding cosine"  # there is no tokenizer to name a mask token
+    assert record["quality"]["exact"] == pytest.approx(1.0, abs=1e-5)
+    assert record["quality"]["converted"] < record["quality"]["distilled"] < 1
+    assert record["distillation"]["attention_losses"][-1] < record["distillation"]["attention_losses"][0]
+
+
+def test_documents_kept_aside_are_used_for_nothing_else(
+    tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one file serves for calibration and distillation, and holds a document twice."""
+    rows = json.loads(ids.read_text())
+    ids.write_text(json.dumps([*rows, rows[0], rows[5]]))
+    seen: dict[str, set[tuple[int, ...]]] = {"calibration": set(), "training": set(), "figures": set()}
+
+    def note(where: str, batches: Any) -> None:
+        for one in batches:
+            for row, mask in zip(one["input_ids"], one["attention_mask"], strict=True):
+                seen[where].add(tuple(row[mask.bool()].tolist()))
+
+    from subquad import hf
+    from subquad.hf import distillation
+    from subquad.lab import quality
+
+    true_convert, true_distill, true_figure = hf.convert, distillation.distill, quality.figure
+
+    def converting(*args: Any, calibration: Any = (), **options: Any) -> Any:
+        note("calibration", calibration or ())
+        return true_convert(*args, calibration=calibration or None, **options)
+
+    def distilling(teacher: Any, student: Any, batches: Any, **options: Any) -> Any:
+        note("training", batches)
+        return true_distill(teacher, student, batches, **options)
+
+    def measuring(kind: str, model: Any, batches: Any, **options: Any) -> float:
+        note("figures", batches)
+        return true_figure(kind, model, batches, **options)
+
+    monkeypatch.setattr(hf, "convert", converting)
+    monkeypatch.setattr(distillation, "distill", distilling)
+    monkeypatch.setattr(quality, "figure", measuring)
+    ran = invoke(
+        saved(tmp_path, "bert"), "--mechanism", "hedgehog", "--calibrate", ids, "--distill", ids, "--steps", 1,
+        "--no-speed", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    assert all(seen.values())
+    assert not seen["figures"] & (seen["calibration"] | seen["training"])
+
+
+def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
+    model = saved(tmp_path, "bert")
+    text = tmp_path / "short.txt"
+    text.write_text("one line\n")
+    few = tmp_path / "few.json"
+    few.write_text("[[5, 6, 7]]")
+    out = ("--out", tmp_path / "out")
+    cases: list[tuple[tuple[object, ...], str]] = [
+        ((tmp_path / "nowhere", *out), "holds no config.json"),
+        ((model, "--mechanism", "performr", *out), "did you mean 'performer'"),
+        ((model, "--mechanism", "linear", "--option", "x", *out), "expected name=value"),
+        ((model, "--mechanism", "linear", "--layers", "9", *out), "index 9 is out of range"),
+        ((model, "--mechanism", "linear", "--calibrate", few, *out), "fewer than one batch"),
+        ((model, "--mechanism", "linear", "--calibrate", text, *out), "has no tokenizer"),
+        ((model, "--mechanism", "linear", "--calibrate", tmp_path / "no.txt", *out), "No such file"),
+        ((model, "--mechanism", "performer", "--option", "features=sderf", *out), "pass calibration="),
+    ]
+    for arguments, message in cases:
+        ran = invoke(*arguments)
+        shown = " ".join(ran.output.replace("│", " ").split())
+        assert ran.exit_code == 2 and message in shown, (arguments, ran.output)
+        assert "Traceback" not in ran.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_perplexity_is_that_of_the_models_own_loss() -> None:
+    model = make("gpt2")
+    batches = to_batches([[5, 6, 7, 8, 9], [10, 11, 12]], 2, 0)
+    assert batches[0]["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    labels = batches[0]["input_ids"].masked_fill(batches[0]["attention_mask"] == 0, -100)
+    with torch.no_grad():
+        loss = float(model(**batches[0], labels=labels).loss)
+    assert kind_of(model, None) == "perplexity"
+    assert figure("perplexity", model, batches) == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_masked_accuracy_counts_hidden_tokens_only() -> None:
+    model = make("bert")
+    assert kind_of(model, 4) == "masked accuracy" and kind_of(make("vit"), None) == "embedding cosine"
+    batches = to_batches([list(range(5, 45))] * 4, 4, 0)
+
+    class Copying(torch.nn.Module):
+        """Says what it is shown: right about every visible token, wrong about every hidden one."""
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+            logits = torch.nn.functional.one_hot(input_ids, VOCAB).float()
+            return type("Out", (), {"logits": logits})
+
+    assert figure("masked accuracy", Copying(), batches, mask_token=4) == 0.0
+    assert 0 <= figure("masked accuracy", model, batches, mask_token=4) <= 1
+
+
+def test_documents_are_cut_and_not_lost(tmp_path: Path) -> None:
+    path = tmp_path / "ids.json"
+    path.write_text(json.dumps([list(range(10)), [1], [2, 3]]))
+    assert read_documents(path, None, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [2, 3]]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama", "albert", "distilbert"])
+def test_lengthened_models_take_longer_inputs(name: str) -> None:
+    model = make(name)
+    tokens = torch.full((1, 700), 7)
+    with torch.no_grad():
+        assert lengthened(model, 700)(input_ids=tokens).logits.shape[:2] == (1, 700)
+    short = tokens[:, :20]
+    torch.testing.assert_close(lengthened(model, 700)(input_ids=short).logits, model(input_ids=short).logits)
+
+
+def test_times_and_the_length_from_which_it_pays() -> None:
+    exact, converted = make("llama"), make("llama")
+    convert(converted, "linear")
+    rows = time_models(exact, converted, [32, 16], runs=1)
+    assert [row["length"] for row in rows] == [16, 32]
+    assert all(row["exact_ms"] > 0 and row["converted_ms"] > 0 for row in rows)
+
+    def made(*gains: float) -> list[dict[str, float]]:
+        return [{"length": 2**i, "exact_ms": gain, "converted_ms": 1.0} for i, gain in enumerate(gains)]
+
+    assert pays_from(made(0.5, 2.0, 4.0)) == pytest.approx(2**0.5)
+    assert pays_from(made(2.0, 0.5, 2.0)) == pytest.approx(2**1.5)  # noise at the short end does not count
+    assert pays_from(made(2.0, 3.0)) == pytest.approx(1.0)
+    assert pays_from(made(2.0, 0.5)) is None and pays_from([]) is None
+
+
+@pytest.mark.deep
+def test_memory_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    model = make("llama")
+    convert(model, "linear")
+    model.save_pretrained(tmp_path)
+    rows = memory_of(tmp_path, [64, 4096])
+    assert [row["length"] for row in rows] == [64, 4096]
+    assert rows[1]["bytes"] > 1e6

@@ -1,0 +1,194 @@
+"""Distillation: losses fall, the student comes nearer to the teacher, a stopped run goes on exactly."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+import subquad as sq
+from subquad.hf.distillation import distill, output_loss
+from subquad.hf.trainable import attention_tensors, trainable_buffers
+
+SDERF = {
+    "mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": 16,
+    "per_head": True, "seed": 1,
+}  # fmt: skip
+
+
+def bert(spread=0.25):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        initializer_range=spread, max_position_embeddings=64,
+    )  # fmt: skip
+    return BertModel(config, add_pooling_layer=False).eval()
+
+
+def batches(count=3, length=24):
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(4, length, dtype=torch.long)
+        mask[2, length - 5 :] = 0
+        made.append({"input_ids": torch.randint(0, 40, (4, length), generator=generator), "attention_mask": mask})
+    return made
+
+
+def student_of(teacher, choice=None):
+    return sq.hf.convert(copy.deepcopy(teacher), choice or SDERF, calibration=batches(1))[0]
+
+
+def distance(teacher, student, given):
+    with torch.no_grad():
+        wanted = teacher(**given).last_hidden_state
+        real = given["attention_mask"].bool()
+        return float((student(**given).last_hidden_state - wanted)[real].norm() / wanted[real].norm())
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        SDERF,
+        {"mechanism": "hybrid", "window": 2, "sinks": 1, "far": "hedgehog"},
+        {"mechanism": "hybrid", "window": 2, "sinks": 1, "far": {"mechanism": "taylor", "degree": 1, "center": True}},
+    ],
+)
+def test_matching_attention_brings_the_whole_model_nearer(choice):
+    teacher = bert()
+    student = student_of(teacher, choice)
+    before = {name: p.clone() for name, p in student.named_parameters() if ".subquad." not in name}
+    unseen = batches(5)[4]
+    far = [distance(teacher, student, given) for given in [unseen, *batches(3)]]
+    names = set(student.state_dict())
+    report = distill(teacher, student, batches(3), steps=24, lr=1e-2)
+    assert len(report.attention_losses) == 24 and not report.model_losses
+    # Three batches, so the last three steps see what the first three saw.
+    assert sum(report.attention_losses[-3:]) < 0.9 * sum(report.attention_losses[:3])
+    near = [distance(teacher, student, given) for given in [unseen, *batches(3)]]
+    assert sum(near) < sum(far)
+    assert set(student.state_dict()) == names  # what was learned is where calibration was
+    for name, value in before.items():
+        assert torch.equal(student.get_parameter(name), value), name  # only mechanisms learn
+
+
+def test_lora_matches_the_teachers_hidden_states_and_is_merged():
+    teacher = bert()
+    student = student_of(teacher, {"mechanism": "taylor", "degree": 1, "center": True})
+    shapes = {name: p.shape for name, p in student.named_parameters()}
+    weights = {name: p.clone() for name, p in student.named_parameters()}
+    far = sum(distance(teacher, student, given) for given in batches(3))
+    report = distill(teacher, student, batches(3), steps=0, lora_steps=30, lora_rank=4, lora_lr=5e-3)
+    assert sum(report.model_losses[-3:]) < 0.9 * sum(report.model_losses[:3])
+    assert sum(distance(teacher, student, given) for given in batches(3)) < far
+    assert {name: p.shape for name, p in student.named_parameters()} == shapes
+    changed = {name for name, p in student.named_parameters() if not torch.equal(p, weights[name])}
+    assert {name.split("attention.")[1].rsplit(".", 1)[0] for name in changed} == {
+        "self.query", "self.key", "self.value", "output.dense"
+    }  # fmt: skip
+    assert all(p.requires_grad for p in student.parameters())
+
+
+def test_causal_models_are_matched_by_their_logits():
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32, resid_pdrop=0.0, initializer_range=0.4
+    )
+    teacher = GPT2LMHeadModel(config).eval()
+    student = student_of(teacher, {"mechanism": "local", "window": 2})
+    report = distill(teacher, student, batches(3), steps=0, lora_steps=20, lora_rank=4, lora_lr=1e-2)
+    assert report.model_losses[-1] < 0.9 * report.model_losses[0]
+
+
+def test_a_stopped_run_goes_on_exactly(tmp_path):
+    teacher = bert()
+    call = {"steps": 6, "lora_steps": 6, "lora_rank": 2, "checkpoint_every": 2}
+    whole = student_of(teacher)
+    full = distill(teacher, whole, batches(), **call)
+
+    class Stop(Exception):
+        pass
+
+    for stop_at in (3, 9):  # in the first stage, and in the second
+        file = tmp_path / f"run{stop_at}.safetensors"
+
+        def stop(text, done, total, stop_at=stop_at):
+            assert total == 12
+            if done == stop_at:
+                raise Stop
+
+        broken = student_of(teacher)
+        with pytest.raises(Stop):
+            distill(teacher, broken, batches(), checkpoint=file, progress=stop, **call)
+        assert not any(".lora_" in name for name, _ in broken.named_parameters())
+        resumed = student_of(teacher)
+        report = distill(teacher, resumed, batches(), checkpoint=file, **call)
+        assert report.resumed_at == stop_at - 1
+        assert report.attention_losses == full.attention_losses
+        assert report.model_losses == full.model_losses
+        for name, value in whole.state_dict().items():
+            assert torch.equal(resumed.state_dict()[name], value), name
+        assert not file.exists()
+
+
+def test_a_time_limit_keeps_what_was_learned_and_can_be_continued(tmp_path):
+    teacher, file = bert(), tmp_path / "run.safetensors"
+    report = distill(teacher, student_of(teacher), batches(), steps=4, seconds=1e-9, checkpoint=file)
+    assert report.stopped and not report.attention_losses and file.exists()
+    again = distill(teacher, student_of(teacher), batches(), steps=4, checkpoint=file)
+    assert len(again.attention_losses) == 4 and not again.stopped
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    teacher, file = bert(), tmp_path / "run.safetensors"
+    distill(teacher, student_of(teacher), batches(), steps=4, seconds=1e-9, checkpoint=file)
+    with pytest.raises(ValueError, match=r"other settings \(steps\)"):
+        distill(teacher, student_of(teacher), batches(), steps=5, checkpoint=file)
+    file.write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="no checkpoint"):
+        distill(teacher, student_of(teacher), batches(), steps=4, checkpoint=file)
+
+
+def test_a_trained_student_is_saved_and_loaded(tmp_path):
+    teacher = bert()
+    student = student_of(teacher)
+    distill(teacher, student, batches(), steps=3, lora_steps=2, lora_rank=2)
+    student.save_pretrained(tmp_path)
+    again = sq.hf.load(tmp_path).eval()
+    with torch.no_grad():
+        given = batches(1)[0]
+        for name, value in student.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value), name
+        torch.testing.assert_close(again(**given).last_hidden_state, student(**given).last_hidden_state)
+
+
+def test_buffers_are_parameters_only_inside():
+    student = student_of(bert())
+    names = set(dict(student.named_parameters()))
+    with trainable_buffers(student):
+        learned = attention_tensors(student)
+        assert {name.rsplit(".", 1)[-1] for name in learned} == {"a", "matrix", "query_mean", "key_mean"}
+    assert set(dict(student.named_parameters())) == names and not attention_tensors(student)
+
+
+def test_padding_does_not_count_in_the_loss():
+    torch.manual_seed(0)
+    wanted, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    found = wanted + 0.1 * torch.randn_like(wanted)
+    garbage = torch.where(mask[..., None].bool(), found, torch.full_like(found, 99.0))
+    for logits in (False, True):
+        assert output_loss(found, wanted, mask, logits=logits) == output_loss(garbage, wanted, mask, logits=logits)
+    assert float(output_loss(wanted, wanted, mask, logits=False)) == 0.0
+
+
+def test_wrong_input_is_refused():
+    teacher = bert()
+    with pytest.raises(ValueError, match="student is not converted"):
+        distill(teacher, copy.deepcopy(teacher), batches())
+    student = student_of(teacher)
+    with pytest.raises(ValueError, match="teacher is converted itself"):
+        distill(student, student, batches())
+    with pytest.raises(ValueError, match="at least one"):
+        distill(teacher, student, [])
+    with pytest.raises(ValueError, match="steps must be at least 0"):
+        distill(teacher, student, batches(), steps=-1)

@@ -1,0 +1,196 @@
+"""Plans: statistics of real tokens only, the arithmetic of the search, and what a plan makes of a model."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import subquad as sq
+from subquad.features.calibration import Calibration
+from subquad.hf.calibration import calibrate_layers
+from subquad.hf.capture import capture
+from subquad.hf.layer_plan import default_candidates, plan_layers
+from subquad.hf.plan_search import search
+
+DEGREE1 = {"mechanism": "taylor", "degree": 1, "center": True}
+SDERF = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": 32}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    monkeypatch.setattr("subquad.planning.cost.LENGTHS", (64, 128))
+
+
+@pytest.fixture
+def bert():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+        initializer_range=0.3, max_position_embeddings=128,
+    )  # fmt: skip
+    return BertModel(config, add_pooling_layer=False).eval()
+
+
+def batches(count=2, length=48, vocab=40):
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(3, length, dtype=torch.long)
+        mask[1, length - 9 :] = 0
+        made.append({"input_ids": torch.randint(0, vocab, (3, length), generator=generator), "attention_mask": mask})
+    return made
+
+
+def test_statistics_are_those_of_the_real_tokens(bert):
+    given = batches()
+    found = calibrate_layers(bert, given)
+    assert sorted(found) == [0, 1]
+    for sample in capture(bert, given):
+        stats = found[sample.layer]
+        assert stats.tokens == sum(int(b["attention_mask"].sum()) for b in given)
+        keys = torch.cat([k.transpose(1, 2)[m] for _, k, _, m in sample.calls()]).double()  # (tokens, H, D)
+        torch.testing.assert_close(stats.calibration.key_mean.double(), keys.mean(0), rtol=1e-4, atol=1e-5)
+        cov = torch.einsum("nhd,nhe->hde", keys - keys.mean(0), keys - keys.mean(0)) / len(keys)
+        torch.testing.assert_close(stats.calibration.key_cov.double(), cov, rtol=1e-3, atol=1e-4)
+        assert all((share >= 0).all() and (share <= 1 + 1e-9).all() for share in stats.locality.values())
+        assert (stats.locality[128] > 1 - 1e-9).all()  # every token is within 128 of every other
+
+
+def test_padding_changes_no_statistic(bert):
+    given = batches(1)
+    garbage = copy.deepcopy(given)
+    garbage[0]["input_ids"][1, -9:] = 7
+    one, two = (calibrate_layers(bert, b)[1] for b in (given, garbage))
+    torch.testing.assert_close(one.calibration.query_cov, two.calibration.query_cov, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(one.score_deviation, two.score_deviation, rtol=1e-6, atol=1e-9)
+
+
+def test_means_far_from_zero_lose_no_digits():
+    generator = torch.Generator().manual_seed(0)
+    x = 1e4 + torch.randn(1, 1, 4000, 4, generator=generator, dtype=torch.float64)
+    calibration = Calibration(1, 4)
+    for part in x.split(500, 2):
+        calibration.update(part, part)
+    assert abs(float(calibration.key_cov[0, 0, 0]) - float(x[..., 0].var())) < 0.05
+
+
+def test_values_that_are_not_finite_are_refused_by_layer(bert):
+    with torch.no_grad():
+        bert.encoder.layer[1].attention.self.key.bias[0] = math.inf
+    with pytest.raises(ValueError, match=r"layer 1 .*keys that are not finite"):
+        calibrate_layers(bert, batches(1))
+
+
+def test_search_takes_the_cheapest_that_meets_the_target():
+    errors = torch.tensor([[0.9, 0.0, 0.3], [0.1, 0.0, 0.2], [0.0, 0.0, 0.0]]).double()
+    seconds = torch.tensor([1.0, 2.0, 5.0]).double()
+
+    def found(**aim):
+        return search({0: (errors, seconds)}, max_groups=3, **aim)[0].tolist()
+
+    assert found(target=0.45, budget=None) == [1, 0, 0]
+    assert found(target=0.05, budget=None) == [2, 0, 2]
+    assert found(target=2.0, budget=None) == [0, 0, 0]
+    assert found(target=None, budget=4.0) == [1, 0, 0]
+    assert found(target=None, budget=100.0) == [2, 0, 2]
+    assert found(target=None, budget=0.1) == [0, 0, 0]
+
+
+def test_search_keeps_the_number_of_groups():
+    errors = torch.eye(4).double().neg().add(1.0)
+    picked = search({0: (errors, torch.ones(4).double())}, target=1e-9, budget=None, max_groups=2)[0]
+    assert len(set(picked.tolist())) <= 2
+
+
+def test_a_plan_converts_and_its_errors_are_those_of_the_conversion(bert):
+    given = batches(4)
+    plan = plan_layers(
+        bert, given, target_error=0.6, length=64, lengths=(64,), draws=2,
+        candidates=[DEGREE1, SDERF, {"mechanism": "local", "window": 16, "global_tokens": 1}],
+    )  # fmt: skip
+    json.dumps(plan.as_dict())
+    assert "layer" in str(plan)
+    exact = copy.deepcopy(bert)
+    model, report = sq.hf.convert(bert, plan.mechanisms(), calibration=given[2:])
+    for choice, layer in zip(plan.choices, report.layers, strict=True):
+        assert choice.error <= 0.6 and not choice.exact
+        assert choice.error < choice.uniform
+        # The report does not weigh by the output projection, so the two agree in size only.
+        assert 0.4 < layer.error / choice.error < 2.5
+    with torch.no_grad():
+        wanted = exact(**given[0]).last_hidden_state
+        difference = model(**given[0]).last_hidden_state - wanted
+    assert 0 < float(difference.norm() / wanted.norm()) < 0.6
+
+
+def test_layers_that_miss_the_target_stay_exact_and_say_what_that_costs(bert):
+    plan = plan_layers(bert, batches(), target_error=1e-9, length=64, lengths=(64, 128), candidates=[DEGREE1])
+    assert plan.left_exact == [0, 1]
+    assert all("above the target" in choice.reason for choice in plan.choices)
+    assert plan.mechanisms() == {0: None, 1: None}
+    assert plan.seconds(128) == pytest.approx(sum(choice.exact_seconds[128] for choice in plan.choices))
+    assert "left exact" in str(plan)
+    insisting = plan_layers(
+        bert, batches(), target_error=1e-9, length=64, lengths=(64,), candidates=[DEGREE1], keep_exact=False
+    )
+    assert not insisting.left_exact
+
+
+def test_a_budget_buys_accuracy(bert, monkeypatch):
+    candidates = [DEGREE1, {"mechanism": "local", "window": 40}]
+    # Made-up times: real ones of such small inputs depend on what else the machine does.
+    times = (torch.tensor([[1.0], [2.0]]).double(), [8.0])
+    monkeypatch.setattr("subquad.hf.layer_plan._times", lambda *args: times)
+    call = {"length": 64, "lengths": (64,), "candidates": candidates, "max_groups": 2}
+    poor, middle, rich = (plan_layers(bert, batches(), budget=budget, **call) for budget in (1.0, 12.0, 100.0))
+    assert poor.seconds(64) == 8.0  # the cheapest there is: 2 layers of 4 heads
+    assert 8.0 < middle.seconds(64) <= 12.0
+    errors = [sum(c.error**2 for c in plan.choices) for plan in (poor, middle, rich)]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_grouped_heads_and_causal_models():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    given = batches()
+    plan = plan_layers(
+        model, given, target_error=0.9, length=64, lengths=(64,),
+        candidates=default_candidates(windows=(8,), features=(16,)),
+    )  # fmt: skip
+    with torch.no_grad():
+        exact = model(**given[0]).logits
+    assert sum(len(group["heads"]) for group in plan.choices[0].groups) == 2
+    sq.hf.convert(model, plan.mechanisms())
+    with torch.no_grad():
+        logits = model(**given[0]).logits
+    changed = dict(given[0], input_ids=given[0]["input_ids"].clone())
+    changed["input_ids"][:, -1] = 3
+    with torch.no_grad():
+        later = model(**changed).logits
+    torch.testing.assert_close(later[0, :-1], logits[0, :-1], rtol=1e-4, atol=1e-4)
+    assert float((logits - exact)[0].norm() / exact[0].norm()) < 0.5
+    tokens = model.generate(given[0]["input_ids"][:1, :10], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (1, 14)
+
+
+@pytest.mark.parametrize(
+    "aim", [{}, {"target_error": 0.1, "budget": 1.0}, {"target_error": -1.0}, {"budget": math.nan}]
+)
+def test_a_plan_needs_one_sensible_aim(bert, aim):
+    with pytest.raises(ValueError, match=r"target_error|budget"):
+        plan_layers(bert, batches(1), **aim)
+
+
+def test_a_plan_needs_batches(bert):
+    with pytest.raises(ValueError, match="at least one"):
+        plan_layers(bert, [], target_error=0.1)
+    with pytest.raises(ValueError, match="at least one"):
+        calibrate_layers(bert, [])
