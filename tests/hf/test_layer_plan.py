@@ -9,9 +9,6 @@ import torch
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import subquad as sq
-from subquad.features.calibration import Calibration
-from subquad.hf.calibration import calibrate_layers
-from subquad.hf.capture import capture
 from subquad.hf.layer_plan import default_candidates, plan_layers
 from subquad.hf.plan_search import search
 
@@ -43,46 +40,6 @@ def batches(count=2, length=48, vocab=40):
         mask[1, length - 9 :] = 0
         made.append({"input_ids": torch.randint(0, vocab, (3, length), generator=generator), "attention_mask": mask})
     return made
-
-
-def test_statistics_are_those_of_the_real_tokens(bert):
-    given = batches()
-    found = calibrate_layers(bert, given)
-    assert sorted(found) == [0, 1]
-    for sample in capture(bert, given):
-        stats = found[sample.layer]
-        assert stats.tokens == sum(int(b["attention_mask"].sum()) for b in given)
-        keys = torch.cat([k.transpose(1, 2)[m] for _, k, _, m in sample.calls()]).double()  # (tokens, H, D)
-        torch.testing.assert_close(stats.calibration.key_mean.double(), keys.mean(0), rtol=1e-4, atol=1e-5)
-        cov = torch.einsum("nhd,nhe->hde", keys - keys.mean(0), keys - keys.mean(0)) / len(keys)
-        torch.testing.assert_close(stats.calibration.key_cov.double(), cov, rtol=1e-3, atol=1e-4)
-        assert all((share >= 0).all() and (share <= 1 + 1e-9).all() for share in stats.locality.values())
-        assert (stats.locality[128] > 1 - 1e-9).all()  # every token is within 128 of every other
-
-
-def test_padding_changes_no_statistic(bert):
-    given = batches(1)
-    garbage = copy.deepcopy(given)
-    garbage[0]["input_ids"][1, -9:] = 7
-    one, two = (calibrate_layers(bert, b)[1] for b in (given, garbage))
-    torch.testing.assert_close(one.calibration.query_cov, two.calibration.query_cov, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(one.score_deviation, two.score_deviation, rtol=1e-6, atol=1e-9)
-
-
-def test_means_far_from_zero_lose_no_digits():
-    generator = torch.Generator().manual_seed(0)
-    x = 1e4 + torch.randn(1, 1, 4000, 4, generator=generator, dtype=torch.float64)
-    calibration = Calibration(1, 4)
-    for part in x.split(500, 2):
-        calibration.update(part, part)
-    assert abs(float(calibration.key_cov[0, 0, 0]) - float(x[..., 0].var())) < 0.05
-
-
-def test_values_that_are_not_finite_are_refused_by_layer(bert):
-    with torch.no_grad():
-        bert.encoder.layer[1].attention.self.key.bias[0] = math.inf
-    with pytest.raises(ValueError, match=r"layer 1 .*keys that are not finite"):
-        calibrate_layers(bert, batches(1))
 
 
 def test_search_takes_the_cheapest_that_meets_the_target():
@@ -192,5 +149,3 @@ def test_a_plan_needs_one_sensible_aim(bert, aim):
 def test_a_plan_needs_batches(bert):
     with pytest.raises(ValueError, match="at least one"):
         plan_layers(bert, [], target_error=0.1)
-    with pytest.raises(ValueError, match="at least one"):
-        calibrate_layers(bert, [])

@@ -145,7 +145,7 @@ def gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if mechanism.exact:
         return
     if not module.subquad_cross and any(kwargs.get(name) is not None for name in _OTHER_SEQUENCE):
-        module.subquad_cross = True  # a layer whose name did not tell
+        object.__setattr__(module, "subquad_cross", True)  # a layer whose name did not tell
     caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
     if caches:
         _place(module, mechanism, caches[0])

@@ -64,8 +64,8 @@ class LayerChoice:
     """One layer of a plan.
 
     groups: [{"heads": [KV heads], "mechanism": ..., ...}]; empty where the layer stays exact, for `reason`
-    error:  relative to the exact output, |W (out - exact)| / |W exact|; beside it those of uniform attention, and of
-            the best and the cheapest mix of all candidates
+    error:  relative to the exact output, |W (out - exact)| / |W exact|; beside it those of uniform attention and of the
+            best mix of all candidates
     seconds, exact_seconds: {length: time of one sequence}, as planned and with exact attention
     kinds:  the number of each group's mechanism among the candidates
     """
@@ -173,13 +173,13 @@ class _Layer:
 
     def __init__(self, layer: AttentionLayer, samples: Sequence[LayerSample], weight: Tensor | None) -> None:
         self.layer, self.samples, self.weight = layer, samples, weight
-        self.exact: list[tuple[Tensor, float]] = []
+        self.exact: list[Tensor] = []
         self.norm = 0.0
         for sample in samples:
             for q, k, v, mask in sample.calls():
                 out = Softmax(q.shape[-1])(q, k, v, **_call(sample, mask))
                 self.norm += float(self._mixed(out, sample, mask).sum(1).double().square().sum())
-                self.exact.append((out, 0.0))
+                self.exact.append(out)
 
     def _mixed(self, out: Tensor, sample: LayerSample, mask: Tensor | None) -> Tensor:
         """What each head adds to the layer's output: (B, Hq, L, out), real queries only."""
@@ -192,7 +192,7 @@ class _Layer:
         """Squared errors per KV head over the layer's squared norm."""
         total = torch.zeros(kv_heads, dtype=torch.float64)
         calls = [(sample, call) for sample in self.samples for call in sample.calls()]
-        for (sample, (q, k, v, mask)), (exact, _) in zip(calls, self.exact, strict=True):
+        for (sample, (q, k, v, mask)), exact in zip(calls, self.exact, strict=True):
             out = attend(q, k, v, **_call(sample, mask))
             squares = self._mixed(out - exact, sample, mask).double().square().sum((0, 2, 3))
             total += squares.view(kv_heads, -1).sum(-1).cpu()

@@ -1,0 +1,208 @@
+"""``subquad convert``."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from subquad.cli.generate import TOKENIZER_FILES
+from subquad.cli.terminal import numbers, progress, user_errors
+
+__all__ = ["convert"]
+
+# Documents per batch, and the share of the text that nothing but the figures before and after sees.
+_BATCH, _HELD_OUT = 8, 5
+
+
+def _layers(text: str | None) -> list[int | str] | None:
+    """`0,2,4-7` or names, separated by commas."""
+    if text is None:
+        return None
+    found: list[int | str] = []
+    for part in (piece.strip() for piece in text.split(",")):
+        first, dash, last = part.partition("-")
+        if dash and first.isdigit() and last.isdigit():
+            found += range(int(first), int(last) + 1)
+        else:
+            found.append(int(part) if part.lstrip("-").isdigit() else part)
+    return found
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    # Asked for one of a folder that has none, transformers makes one up from the model's type.
+    if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        return AutoTokenizer.from_pretrained(folder)
+    return None  # such a model takes token ids
+
+
+def _documents(file: Path, tokenizer: Any, longest: int, least: int) -> list[list[int]]:
+    from subquad.lab.quality import read_documents
+
+    documents = read_documents(file, tokenizer, longest)
+    if len(documents) < least:
+        raise ValueError(
+            f"{file} holds {len(documents)} documents, fewer than one batch: at least {least} of two or more tokens "
+            "are needed, separated by empty lines or line ends"
+        )
+    return documents
+
+
+def _without(documents: list[list[int]], aside: list[list[int]], file: Path) -> list[list[int]]:
+    """The documents that are not among those kept aside, wherever those come from: one file may serve twice."""
+    kept = {tuple(document) for document in aside}
+    rest = [document for document in documents if tuple(document) not in kept]
+    if not rest:
+        raise ValueError(f"{file}: every document is among those kept aside for the figures; give more, or others")
+    return rest
+
+
+def _longest(config: Any, tokenizer: Any) -> int:
+    """Tokens that the model takes."""
+    text = config.get_text_config()
+    known = [getattr(text, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None), 2048]
+    # RoBERTa counts its positions from the padding token's number on.
+    room = min(x for x in known if isinstance(x, int) and x > 0)
+    return room - 2 if room > 4 and text.model_type in ("roberta", "xlm-roberta", "camembert") else room
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder of a transformers model.")],
+    out: Annotated[Path, typer.Option(help="Folder for the converted model and report.json.")],
+    mechanism: Annotated[str, typer.Option(help="A name, name:option=value:..., or JSON.")] = "hybrid",
+    option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Attention layers, like 0,2,4-7; all that can be if absent.")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="Text (documents separated by empty lines), or JSON lists of token ids.")
+    ] = None,
+    distill: Annotated[Path | None, typer.Option(help="Text to train the converted layers on.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of distillation.")] = 100,
+    lora_steps: Annotated[int, typer.Option(min=0, help="Further steps with LoRA on q, k, v, o.")] = 0,
+    lengths: Annotated[str, typer.Option(help="Lengths for time and memory, separated by commas.")] = "512,2048,8192",
+    speed: Annotated[bool, typer.Option(help="Measure time and memory against length.")] = True,
+    documents: Annotated[int, typer.Option(min=2, help="At most this many documents per file.")] = 400,
+) -> None:
+    """Replace the attention of a pretrained model and say what it costs: error, quality, time and memory."""
+    import copy
+
+    import torch
+    from transformers.utils import logging
+
+    from subquad import hf
+    from subquad.hf.distillation import distill as run_distillation
+    from subquad.hf.restoring import saved_class
+    from subquad.lab import machine, write_json
+    from subquad.lab.converted import memory_of, pays_from, time_models
+    from subquad.lab.quality import KINDS, figure, kind_of, to_batches
+    from subquad.train.choices import parse_mechanism, parse_pairs
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with user_errors(), progress("converting") as step:
+        chosen = parse_mechanism(mechanism, parse_pairs("--option", option or []))
+        at = numbers(lengths)
+        step("loading the model", 0, 5)
+        exact = saved_class(model).from_pretrained(model).eval()
+        tokenizer = _tokenizer(model)
+        longest = _longest(exact.config, tokenizer)
+        padding = exact.config.get_text_config().pad_token_id or 0
+        held: list[dict[str, torch.Tensor]] = []
+        aside: list[list[int]] = []
+        batches, training = None, None
+        if calibrate is not None:
+            texts = _documents(calibrate, tokenizer, longest, 2 * _BATCH)[:documents]
+            aside = texts[::_HELD_OUT]
+            held = to_batches(aside, _BATCH, padding)
+            batches = to_batches(_without(texts, aside, calibrate), _BATCH, padding)
+        if distill is not None:
+            texts = _documents(distill, tokenizer, longest, _BATCH)
+            training = to_batches(_without(texts, aside, distill)[:documents], _BATCH, padding)
+        step("calibrating and measuring each layer", 1, 5)
+        converted, report = hf.convert(copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches)
+        record: dict[str, Any] = {"model": model, "mechanism": chosen, "layers": report.as_dict(), "machine": machine()}
+        print(report)
+        write_json(out / "report.json", record)
+
+        if held:
+            mask_token = getattr(tokenizer, "mask_token_id", None)
+            kind = kind_of(exact, mask_token)
+            special = list(getattr(tokenizer, "all_special_ids", []))
+            step(f"{kind} on {sum(len(b['input_ids']) for b in held)} held-out documents", 2, 5)
+            settings: dict[str, Any] = {"exact": exact, "mask_token": mask_token, "special": special}
+            values = {
+                "exact": figure(kind, exact, held, **settings),
+                "converted": figure(kind, converted, held, **settings),
+            }
+            for name, (choice, options) in _baselines(report).items():
+                other, _ = hf.convert(copy.deepcopy(exact), choice, layers=report.converted, **options)
+                values[name] = figure(kind, other, held, **settings)
+        if training is not None:
+            step("distilling", 3, 5)
+            learned = run_distillation(
+                exact, converted, training, steps=steps, lora_steps=lora_steps,
+                checkpoint=out / "distillation.checkpoint", progress=step,
+            )  # fmt: skip
+            record["distillation"] = learned.as_dict()
+            if held:
+                values["distilled"] = figure(kind, converted, held, **settings)
+        if held:
+            record["quality"] = {"figure": kind, **values}
+            print(f"\n{kind} ({KINDS[kind]})")
+            for name, value in values.items():
+                print(f"  {name:<12} {value:.4f}")
+        converted.save_pretrained(out)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out)
+        write_json(out / "report.json", record)
+        if speed:
+            step("time against length", 4, 5)
+            rows = time_models(exact, converted, at)
+            for name, folder in (("exact", Path(model)), ("converted", out)):
+                for row, found in zip(rows, memory_of(folder, at), strict=False):
+                    row[f"{name}_bytes"] = found.get("bytes")
+            record["speed"], record["pays_from"] = rows, pays_from(rows)
+            _print_speed(rows, record["pays_from"])
+        write_json(out / "report.json", record)
+    print(f"the converted model and every number: {out}", file=sys.stderr)
+
+
+def _baselines(report: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """What any conversion must beat, in the same layers: the mean of the values, and the window alone."""
+    import torch
+
+    configs = [layer.mechanism for layer in report.layers if layer.mechanism is not None]
+    uniform = ("performer", {"num_features": 1, "features": torch.ones_like, "kernel_eps": 0.0})
+    found: dict[str, tuple[Any, dict[str, Any]]] = {"uniform": uniform}
+    windows = [config.get("window") for config in configs]
+    if all(isinstance(window, int) for window in windows):
+        sinks = max(int(config.get("sinks") or 0) for config in configs)
+        found["window only"] = ("local", {"window": max(windows), "global_tokens": sinks})
+    return found
+
+
+def _print_speed(rows: list[dict[str, Any]], start: float | None) -> None:
+    print(f"\n{'length':>8} {'exact ms':>10} {'converted ms':>13} {'faster':>7} {'exact MB':>9} {'converted MB':>13}")
+    for row in rows:
+        if "error" in row:
+            print(f"{row['length']:>8} {row['error']}")
+            continue
+        megabytes = [row.get(f"{name}_bytes") for name in ("exact", "converted")]
+        shown = ["" if x is None else f"{x / 1e6:.0f}" for x in megabytes]
+        gain = row["exact_ms"] / row["converted_ms"]
+        print(
+            f"{row['length']:>8} {row['exact_ms']:>10.1f} {row['converted_ms']:>13.1f} {gain:>6.2f}x "
+            f"{shown[0]:>9} {shown[1]:>13}"
+        )
+    if not rows:
+        return
+    shortest, longest = rows[0]["length"], rows[-1]["length"]
+    if start is None:
+        print(f"not faster up to {longest} tokens")
+    elif start <= shortest:
+        print(f"faster at every length measured, {shortest} tokens and more")
+    else:
+        print(f"faster from about {start:.0f} tokens on")
