@@ -30,6 +30,8 @@ def test_every_mechanism_written_out_in_the_pages_can_be_made() -> None:
     seen = 0
     for page in [*PAGES, *DOCS]:
         for text in re.findall(r'`({"mechanism": [^`]*})`', (ROOT / page).read_text(encoding="utf-8")):
+            if "**" in text:
+                continue  # the pattern, not an example of it
             seen += 1
             choice = ast.literal_eval(text)
             assert sq.create(choice.pop("mechanism"), head_dim=16, heads=2, **choice), f"{page}: {text}"

@@ -1,0 +1,31 @@
+"""Every example runs, on small settings, and says something."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = {
+    "choose.py": ["--length", "128", "--target", "0.3"],
+    "convert_model.py": ["--features", "16"],
+    "error_curves.py": ["--length", "64", "--counts", "16,32"],
+    "generate.py": ["--tokens", "5"],
+    "train_long.py": ["--length", "64", "--steps", "3"],
+}
+
+
+def test_every_example_is_run_and_listed() -> None:
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(SMALL)
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert [name for name in SMALL if f"examples/{name}" not in listed] == []
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_it_runs(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *SMALL[name]], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
