@@ -16,7 +16,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONNOUSERSITE := 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all lint format bench peers docs setup native clean
+.PHONY: demo browser test test-all lint format bench peers docs setup native clean
 
 # The stamp makes the second run immediate; it is written last, so an interrupted installation starts again.
 $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
@@ -48,8 +48,10 @@ setup: $(STAMP) $(BUILT)
 
 native: $(BUILT)
 
+# At most three minutes on two quiet cores; RESUME=1 keeps what an earlier run has measured.
 demo: setup
-	$(BIN)/subquad bench
+	$(BIN)/subquad report --out results/report $(if $(RESUME),--resume)
+	@echo "open results/report/index.html in a browser"
 
 bench: setup
 	@mkdir -p results
@@ -64,11 +66,24 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: setup lint
+# The report's page is tested in a real browser. Debian's is installed where it is missing and we may; elsewhere those
+# tests are skipped and say why, unless SUBQUAD_REQUIRE_BROWSER=1 makes them fail.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  command -v apt-get >/dev/null || { echo "browser: none, and no apt-get to install one with"; exit 0; }; \
+	  if [ "$$(id -u)" = 0 ]; then as=; elif sudo -n true 2>/dev/null; then as="sudo -n"; \
+	  else echo "browser: none, and installing Debian's chromium needs root or sudo without a password"; exit 0; fi; \
+	  echo "browser: installing Debian's chromium"; \
+	  { $$as apt-get update && $$as env DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
+	    chromium fonts-liberation; } >/tmp/subquad-browser.$$$$.log 2>&1 \
+	    || { tail -n 5 /tmp/subquad-browser.$$$$.log; echo "browser: it could not be installed"; }; \
+	}
+
+test: setup lint browser
 	$(BIN)/python -m pytest -n $(JOBS)
 
 # A second -m replaces the one of pyproject.toml, so this runs both kinds.
-test-all: setup lint
+test-all: setup lint browser
 	$(BIN)/python -m pytest -n $(JOBS) -m "deep or not deep"
 
 # The other libraries, in an environment of their own: they are old and must not shape ours. fast-transformers
@@ -86,6 +101,7 @@ $(PEERS)/.installed: pyproject.toml constraints.txt $(CSRC) $(shell find src -na
 peers: $(PEERS)/.installed
 	@mkdir -p results
 	$(PEERS)/bin/python benchmarks/peers.py --json results/peers.json
+	$(PEERS)/bin/python benchmarks/peers_choices.py --json results/peers_choices.json
 
 # The pages, into site/. The message that it silences advertises another tool.
 docs: setup

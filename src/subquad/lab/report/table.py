@@ -1,0 +1,73 @@
+"""The report in the terminal: one line per mechanism, then what to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import memory, speed
+from .figures import milliseconds
+from .findings import headline, tokens
+from .inputs import KINDS
+from .notebook import Notebook
+from .settings import NO_ATTENTION, Settings
+
+__all__ = ["terminal_table"]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+             for row in rows]  # fmt: skip
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _longest(notebook: Notebook, names: Sequence[str], kind: str, causal: bool) -> int | None:
+    lengths = [n for name in names for n in speed.points(notebook, name, kind, causal)]
+    return max(lengths, default=None)
+
+
+def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]) -> str:
+    """Times at the longest length, crossovers and memory; then the recommendation for each kind of input."""
+    blocks = [" ".join(headline(found, settings))]
+    forms = [("forward, full", "forward", False), ("forward + backward, full", "training", False)]
+    header, columns = ["mechanism"], []
+    for words, kind, causal in forms:
+        longest = _longest(notebook, settings.names, kind, causal)
+        if longest is not None:
+            header += [f"{'forward' if kind == 'forward' else 'fwd+bwd'} L={longest}", "faster from"]
+            columns.append((words, kind, causal, longest))
+    sizes = [n for name in settings.names for n in memory.points(notebook, name, "forward")]
+    if sizes:
+        header.append(f"memory L={max(sizes)}")
+    rows = [header]
+    for name in [*settings.names, NO_ATTENTION]:
+        row = [name]
+        for words, kind, causal, longest in columns:
+            ms = speed.points(notebook, name, kind, causal).get(longest)
+            row.append("-" if ms is None else milliseconds(ms))
+            crossing = found["crossovers"].get(words, {}).get(name)
+            row.append("-" if crossing is None else tokens(crossing))
+        if sizes:
+            mib = memory.points(notebook, name, "forward").get(max(sizes))
+            row.append("-" if mib is None else f"{mib:.0f} MiB")
+        rows.append(row)
+    blocks.append(_aligned(rows))
+    recommended = found["recommendations"]
+    for kind in dict.fromkeys(row["kind"] for row in recommended):
+        mine = {(row["length"], row["budget"]): row for row in recommended if row["kind"] == kind}
+        budgets = sorted({budget for _, budget in mine})
+        lines = [["tokens", *(f"error <= {budget:g}" for budget in budgets)]]
+        for length in sorted({length for length, _ in mine}):
+            cells = [mine.get((length, budget)) for budget in budgets]
+            lines.append([str(length), *(
+                "-" if cell is None else "softmax" if cell["mechanism"] == "softmax"
+                else f"{cell['label']} ({cell['gain']:.1f}x)" for cell in cells)])  # fmt: skip
+        blocks.append(f"What to use, {KINDS[kind]}:\n" + _aligned(lines))
+    if notebook.skipped:
+        some = list(notebook.skipped.values())
+        lines2 = [f"  {item['section']}: {item['cell']}: {item['reason']}" for item in some[:12]]
+        more = f"\n  and {len(some) - 12} more, in the JSON file" if len(some) > 12 else ""
+        blocks.append(f"Not measured ({len(some)}):\n" + "\n".join(lines2) + more)
+    blocks += [f"FAILED {cell['section']}: {cell['label']}: {cell['reason']}" for cell in notebook.failures]
+    return "\n\n".join(blocks)
