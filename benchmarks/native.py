@@ -120,7 +120,7 @@ def project_alone(phi: FeatureMap, q: Tensor) -> Callable[[], object]:
     """The projection without anything around it, its result left in the cache."""
     form = native._form(phi, q.shape[-1] ** -0.5)
     assert form is not None
-    problem = native_operators._problem(q, q, q, native.NO_MASK, *form[:5], False, True)
+    problem = native_operators.make_problem(q, q, q, native.NO_MASK, *form[:5], False, True)
     library = native_library.load()
     return lambda: library.subquad_project(ctypes.byref(problem), None)
 

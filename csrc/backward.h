@@ -36,7 +36,7 @@ static void row_gradients(const Head& hd, long head, long t0, long n, const floa
                           float* rows) {
   const SqProblem& pr = *hd.pr;
   const long E = pr.width;
-  fetch_values<false>(hd, pr.dout, head, t0, n, nullptr, g);
+  fetch_values<false>(hd, pr.dout, head, t0, n, C, nullptr, g);
   fetch(pr.out, hd.b, head, t0, n, E, rows, E);
   for (long i = 0; i < C; i++) {
     h[i] = 0.0f;
@@ -54,6 +54,17 @@ static void row_gradients(const Head& hd, long head, long t0, long n, const floa
   transpose(g, round_up(n, T), E, hd.lds, lanes, LD);
 }
 
+// dx += the gradient of `token_weights`, of which dt[lane] is given.
+static void weights_back(const SqProblem& pr, const Side& s, const float* x, const float* dt, long vectors, float* dx) {
+  for (long d = 0; d < pr.dim; d++) {
+    const vf tilt = splat(s.tilt ? s.tilt[d] : 0.0f), twice = splat(2.0f * s.square);
+    for (long j = 0; j < vectors; j++) {
+      float* at = dx + d * LD + j * VL;
+      store(at, load(at) + load(dt + j * VL) * (load(x + d * LD + j * VL) * twice + tilt));
+    }
+  }
+}
+
 // dq of group g from its features a and the gradient in bw.big, to which left[r] h[lane] is added.
 static void finish_queries(const Head& hd, const BackWork& bw, long g, long t0, long n, const float* a, const float* left,
                            const float* h) {
@@ -61,7 +72,18 @@ static void finish_queries(const Head& hd, const BackWork& bw, long g, long t0, 
   const long vectors = vectors_for(n);
   features_back(pr, a, bw.big, left, h, vectors, bw.big, bw.total);
   project_back(pr, hd.q, bw.big, vectors, bw.dx, bw.w.butterfly);
-  unpanel(pr.dq, hd.b, hd.h * hd.groups + g, t0, n, pr.dim, bw.dx, bw.w.rows);
+  if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {
+    panel(pr.q, hd.b, hd.h * hd.groups + g, t0, queries_in(pr, t0, n), vectors * VL, pr.dim, bw.w.x, bw.w.rows);
+    weights_back(pr, hd.q, bw.w.x, bw.total, vectors, bw.dx);
+  }
+  (pr.accumulate ? unpanel_add : unpanel)(pr.dq, hd.b, hd.h * hd.groups + g, t0, queries_in(pr, t0, n), pr.dim, bw.dx,
+                                          bw.w.rows);
+}
+
+// The panel from[dim][LD] to the gradient of the chunk's keys or values.
+static void put_keys(const Head& hd, const SqTensor& to, const Chunk& ch, long dim, const float* from, float* rows) {
+  const Stored s = stored_keys(*hd.pr, ch.t0, ch.n);
+  (hd.pr->accumulate ? unpanel_add : unpanel)(to, hd.b, hd.h, s.token, s.count, dim, from + s.skip, rows);
 }
 
 // dk from the gradient of phi in bw.big, to which Rz is added.
@@ -71,19 +93,13 @@ static void finish_keys(const Head& hd, const BackWork& bw, const Chunk& ch, con
   features_back(pr, ch.phi, bw.big, Rz, ch.real, ch.vectors, bw.big, bw.total);
   project_back(pr, s, bw.big, ch.vectors, bw.dx, bw.w.butterfly);
   if (pr.function == SQ_EXP && (s.square != 0.0f || s.tilt)) {
-    panel(pr.k, hd.b, hd.h, ch.t0, ch.n, ch.lanes, pr.dim, bw.w.x, bw.w.rows);
-    for (long d = 0; d < pr.dim; d++) {
-      const vf tilt = splat(s.tilt ? s.tilt[d] : 0.0f), twice = splat(2.0f * s.square);
-      for (long j = 0; j < ch.vectors; j++) {
-        float* at = bw.dx + d * LD + j * VL;
-        store(at, load(at) + load(bw.total + j * VL) * (load(bw.w.x + d * LD + j * VL) * twice + tilt));
-      }
-    }
+    key_panel(hd, ch.t0, ch.n, ch.lanes, bw.w.x, bw.w.rows);
+    weights_back(pr, s, bw.w.x, bw.total, ch.vectors, bw.dx);
   }
   for (long i = 0; i < ch.n; i++)
     if (ch.real[i] == 0.0f)
       for (long d = 0; d < pr.dim; d++) bw.dx[d * LD + i] = 0.0f;
-  unpanel(pr.dk, hd.b, hd.h, ch.t0, ch.n, pr.dim, bw.dx, bw.w.rows);
+  put_keys(hd, pr.dk, ch, pr.dim, bw.dx, bw.w.rows);
 }
 
 // R += a g, Rz += a h.
@@ -102,7 +118,7 @@ static void full_queries(const Head& hd, const BackWork& bw, const State& st, co
   for (long group = 0; group < hd.groups; group++)
     for (long t0 = begin; t0 < end; t0 += C) {
       const long n = end - t0 < C ? end - t0 : C, vectors = vectors_for(n);
-      prepare_queries(hd, bw.w, st.c, st.z, group, t0, n, ch.a, ch.Z);
+      prepare_queries(hd, bw.w, st.c, st.z, group, t0, n, ch.a, ch.Z, ch.top);
       row_gradients(hd, hd.h * hd.groups + group, t0, n, ch.Z, g, h, bw.lanes, bw.w.rows);
       gemm(pr.features, vectors, pr.width, st.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
       finish_queries(hd, bw, group, t0, n, ch.a, st.z, h);
@@ -118,7 +134,7 @@ static void full_keys(const Head& hd, const BackWork& bw, const State& st, const
     transpose(ch.values, ch.lanes, pr.width, hd.lds, bw.lanes, LD);
     gemm(pr.features, ch.vectors, pr.width, R.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
     gemm(pr.width, ch.vectors, pr.features, R.S, 1, hd.lds, ch.phi, LD, bw.w.out, LD, FROM_ZERO);
-    unpanel(pr.dv, hd.b, hd.h, t0, ch.n, pr.width, bw.w.out, bw.w.rows);
+    put_keys(hd, pr.dv, ch, pr.width, bw.w.out, bw.w.rows);
     finish_keys(hd, bw, ch, R.z);
   }
 }
@@ -153,13 +169,13 @@ static KeptChunk* next_kept(KeptList& list, const SqProblem& pr, long lds) {
   if (list.used == list.ready) {
     Arena measure = {nullptr, 0};
     take_kept(measure, pr, lds);
-    void* p = nullptr;
-    if (posix_memalign(&p, 64, sizeof(float) * measure.used) != 0) {
+    float* p = sq_allocate(measure.used);
+    if (!p) {
       list.failed = true;
       return nullptr;
     }
-    Arena arena = {(float*)p, 0};
-    list.owned[list.ready] = (float*)p;
+    Arena arena = {p, 0};
+    list.owned[list.ready] = p;
     list.items[list.ready++] = take_kept(arena, pr, lds);
   }
   return &list.items[list.used++];
@@ -224,7 +240,7 @@ static void chunk_keys(const Head& hd, const BackWork& bw, const State& R, const
       gemm(E, NV, ch.lanes - p * T, g + p * T * hd.lds, 1, hd.lds, bw.turned + p * T * LD + p * T, LD, bw.w.out + p * T,
            LD, FROM_C);
   }
-  unpanel(pr.dv, hd.b, hd.h, ch.t0, ch.n, E, bw.w.out, bw.w.rows);
+  put_keys(hd, pr.dv, ch, E, bw.w.out, bw.w.rows);
   finish_keys(hd, bw, ch, R.z);
 }
 

@@ -166,7 +166,7 @@ static void backward_task(void* context, int64_t task, int64_t) {
             memcpy(R.z, job.R.at(index * job.query_pieces + p + 1).z, sizeof(float) * M);
       if (!causal_back(hd, index, bw, st, R, list, from, to, wanted)) job.failed = true;
       if (job.phase == CAUSAL_BACK) save_R(hd, index, R, nullptr);
-      for (long i = SQ_SEGMENT / C; i < list.ready; i++) free(list.owned[i]);
+      for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
     }
   }
 }
@@ -189,7 +189,7 @@ static int backward(const SqProblem* problem) {
   if (pr.causal) {
     const long segments = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
     if (!pr.checkpoints) {
-      kept = (float*)malloc(sizeof(float) * (heads * segments * pr.features * (pr.width + 2) + 1));
+      kept = sq_allocate(heads * segments * pr.features * (pr.width + 2));
       if (!kept) return SQ_NO_MEMORY;
       pr.checkpoints = kept;
       run_back(job, KEEP_STATES, 1, 0);
@@ -224,9 +224,9 @@ static int backward(const SqProblem* problem) {
       job.failed = true;
     }
   }
-  free(kept);
-  free(job.states.base);
-  free(job.R.base);
+  sq_release(kept);
+  sq_release(job.states.base);
+  sq_release(job.R.base);
   return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 

@@ -62,8 +62,10 @@ const Choice& chosen() {
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
 // The version of the structures in problem.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 1; }
+SQ_API int64_t subquad_abi() { return 2; }
 SQ_API int64_t subquad_problem_size() { return sizeof(SqProblem); }
+SQ_API int64_t subquad_hybrid_size() { return sizeof(SqHybrid); }
+SQ_API int64_t subquad_step_size() { return sizeof(SqStep); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
@@ -72,3 +74,6 @@ SQ_API int subquad_forward(const SqProblem* p) { return chosen().kernels->forwar
 SQ_API int subquad_backward(const SqProblem* p) { return chosen().kernels->backward(p); }
 SQ_API int subquad_decode(const SqProblem* p) { return chosen().kernels->decode(p); }
 SQ_API int subquad_project(const SqProblem* p, float* out) { return chosen().kernels->project(p, out); }
+SQ_API int subquad_hybrid_forward(const SqHybrid* p) { return chosen().kernels->hybrid_forward(p); }
+SQ_API int subquad_hybrid_backward(const SqHybrid* p) { return chosen().kernels->hybrid_backward(p); }
+SQ_API int subquad_hybrid_decode(const SqStep* p) { return chosen().kernels->hybrid_decode(p); }

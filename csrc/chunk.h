@@ -30,7 +30,7 @@ struct Chunk {
   long t0, n, lanes, vectors;
   bool ok;
   float *phi, *c_new, *rho, *z_old, *sums, *real, *values;  // z_old = rho z; values[C][lds]
-  float *a, *scores, *Z;                            // per group: a[g][M][LD], scores[g][C][LD], Z[g][C]
+  float *a, *scores, *Z, *top;                              // per group: a[g][M][LD], scores[g][C][LD], Z[g][C], top[g][C]
 };
 
 // Scratch shared by all chunks of a worker.
@@ -69,6 +69,7 @@ static Chunk take_chunk(Arena& arena, const SqProblem& pr, long lds, bool causal
   ch.a = arena.take(G * M * LD);
   ch.scores = arena.take(causal ? G * C * LD : 0);
   ch.Z = arena.take(G * C);
+  ch.top = arena.take(G * C);
   return ch;
 }
 
@@ -90,9 +91,31 @@ SQ_INLINE Head head_of(const SqProblem& pr, long index) {
           side_of(pr.map_k, h)};
 }
 
-// values[C][lds] of the chunk's tokens, zero for masked ones and beyond the end. With CHECK: whether all are finite.
+// The part of walk positions [t0, t0 + n) whose keys are stored: `count` of them from lane `skip` on, at `token`.
+struct Stored {
+  long token, skip, count;
+};
+
+SQ_INLINE Stored stored_keys(const SqProblem& pr, long t0, long n) {
+  const long first = t0 + pr.key_shift, last = first + n;
+  const long from = first < 0 ? 0 : first, to = last < pr.keys_stored ? last : pr.keys_stored;
+  if (to <= from) return {0, 0, 0};
+  return {from, from - first, to - from};
+}
+
+// The chunk's keys as a panel; lanes without a stored key are zero.
+static void key_panel(const Head& hd, long t0, long n, long lanes, float* to, float* rows) {
+  const SqProblem& pr = *hd.pr;
+  const Stored s = stored_keys(pr, t0, n);
+  panel(pr.k, hd.b, hd.h, s.token, s.count, lanes - s.skip, pr.dim, to + s.skip, rows);
+  if (s.skip)
+    for (long d = 0; d < pr.dim; d++) memset(to + d * LD, 0, sizeof(float) * s.skip);
+}
+
+// values[rows][lds] of n tokens, zero for masked ones and beyond the end. With CHECK: whether all are finite.
 template <bool CHECK>
-static bool fetch_values(const Head& hd, const SqTensor& v, long head, long t0, long n, const float* real, float* to) {
+static bool fetch_values(const Head& hd, const SqTensor& v, long head, long t0, long n, long rows, const float* real,
+                         float* to) {
   const long E = hd.pr->width;
   fetch(v, hd.b, head, t0, n, E, to, hd.lds);
   vf poison = zero();
@@ -104,7 +127,7 @@ static bool fetch_values(const Head& hd, const SqTensor& v, long head, long t0, 
     if (CHECK)
       for (long e = 0; e < whole; e += VL) poison += load(row + e) * zero();
   }
-  for (long i = n; i < C; i++) memset(to + i * hd.lds, 0, sizeof(float) * hd.lds);
+  for (long i = n; i < rows; i++) memset(to + i * hd.lds, 0, sizeof(float) * hd.lds);
   return hsum(poison) == 0.0f;
 }
 
@@ -116,13 +139,14 @@ static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0
   ch.vectors = vectors_for(n);
   ch.lanes = ch.vectors * VL;
   const long real = real_lanes(pr, hd.b, t0, n, ch.lanes, ch.real);
-  panel(pr.k, hd.b, hd.h, t0, n, ch.lanes, pr.dim, w.x, w.rows);
+  key_panel(hd, t0, n, ch.lanes, w.x, w.rows);
   if (real < n)  // whatever a masked key holds must not reach a product
     for (long i = 0; i < n; i++)
       if (ch.real[i] == 0.0f)
         for (long d = 0; d < pr.dim; d++) w.x[d * LD + i] = 0.0f;
-  prefetch(pr.k, hd.b, hd.h, t0 + n, C, pr.length_k, pr.dim);
-  prefetch(pr.v, hd.b, hd.h, t0 + n, C, pr.length_k, pr.width);
+  const Stored here = stored_keys(pr, t0, n), next = stored_keys(pr, t0 + n, C);
+  prefetch(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim);
+  prefetch(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width);
   project(pr, hd.k, w.x, ch.vectors, ch.phi, w.butterfly);
   if (pr.function == SQ_EXP) key_weights(pr, hd.k, w.x, ch.real, ch.vectors, w.t);
   key_features(pr, hd.k, ch.phi, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums);
@@ -131,9 +155,11 @@ static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0
     ch.rho[r] = st.c[r] == ch.c_new[r] ? 1.0f : exp1(st.c[r] - ch.c_new[r]);
     ch.z_old[r] = ch.rho[r] * st.z[r];
   }
-  const float* masked = real < n ? ch.real : nullptr;
-  return pr.causal ? fetch_values<true>(hd, pr.v, hd.h, t0, n, masked, ch.values)
-                   : fetch_values<false>(hd, pr.v, hd.h, t0, n, masked, ch.values);
+  const float* masked = real < n ? ch.real + here.skip : nullptr;
+  float* values = ch.values + here.skip * hd.lds;
+  if (here.skip) memset(ch.values, 0, sizeof(float) * here.skip * hd.lds);
+  return pr.causal ? fetch_values<true>(hd, pr.v, hd.h, here.token, here.count, C - here.skip, masked, values)
+                   : fetch_values<false>(hd, pr.v, hd.h, here.token, here.count, C - here.skip, masked, values);
 }
 
 // The state moves to the chunk's shift: S, z <- rho S, rho z; c <- c_new.
@@ -156,16 +182,27 @@ static void accumulate(const Head& hd, const State& st, const Chunk& ch) {
   for (long r = 0; r < pr.features; r++) st.z[r] += ch.sums[r];
 }
 
-// Queries [t0, t0 + n) of group g: features a, and Z = a . z with the z given.
+// How many of the walk positions [t0, t0 + n) have a query.
+SQ_INLINE long queries_in(const SqProblem& pr, long t0, long n) {
+  const long left = pr.length_q - t0;
+  return left < 0 ? 0 : left < n ? left : n;
+}
+
+// Queries [t0, t0 + n) of group g: features a, and Z = a . z with the z given, both divided by e^top.
 static void prepare_queries(const Head& hd, const Work& w, const float* c, const float* z, long g, long t0, long n,
-                            float* a, float* Z) {
+                            float* a, float* Z, float* top) {
   const SqProblem& pr = *hd.pr;
   const long vectors = vectors_for(n);
+  n = queries_in(pr, t0, n);
   panel(pr.q, hd.b, hd.h * hd.groups + g, t0, n, vectors * VL, pr.dim, w.x, w.rows);
   prefetch(pr.q, hd.b, hd.h * hd.groups + g, t0 + n, C, pr.length_q, pr.dim);
   prefetch(pr.out, hd.b, hd.h * hd.groups + g, t0, n, pr.length_q, pr.width);
   project(pr, hd.q, w.x, vectors, a, w.butterfly);
-  query_features(pr, hd.q, a, vectors, c, z, a, Z, w.level);
+  query_features(pr, hd.q, a, vectors, c, z, a, Z, top, w.level);
+  if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {  // only where the rows' own scale is wanted
+    token_weights(pr, hd.q, w.x, vectors, w.t);
+    for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + load(w.t + j * VL));
+  }
 }
 
 // Zero the entries of a (key, query) square whose key comes after the query, per panel of T queries.
@@ -173,15 +210,14 @@ SQ_INLINE void keep_causal(float* square, long panel_index) {
   for (long j = 0; j < T; j++) memset(square + (panel_index * T + j) * LD + panel_index * T, 0, sizeof(float) * j);
 }
 
-// The whole causal chunk except the read: false if some row has to be recomputed with a shorter chunk.
-static bool prepare_causal(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
+// The whole causal chunk except the read. Returns false if a value is not finite: 0 times it would reach earlier rows.
+static bool prepare_rows(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
   const SqProblem& pr = *hd.pr;
   const long M = pr.features;
-  const bool finite_values = prepare_keys(hd, w, st, t0, n, ch);
-  bool ok = finite_values;
+  const bool ok = prepare_keys(hd, w, st, t0, n, ch);
   for (long g = 0; g < hd.groups; g++) {
     float *a = ch.a + g * M * LD, *scores = ch.scores + g * C * LD, *Z = ch.Z + g * C;
-    prepare_queries(hd, w, ch.c_new, ch.z_old, g, t0, n, a, Z);
+    prepare_queries(hd, w, ch.c_new, ch.z_old, g, t0, n, a, Z, ch.top + g * C);
     for (long p = 0; p * NV < ch.vectors; p++) {
       const long keys = (p + 1) * T;
       gemm(keys, NV, M, ch.phi, 1, LD, a + p * T, LD, scores + p * T, LD, FROM_ZERO);
@@ -193,9 +229,16 @@ static bool prepare_causal(const Head& hd, const Work& w, const State& st, long 
         store(at, sum);
       }
     }
-    if (pr.function == SQ_EXP)
-      for (long i = 0; i < n; i++) ok = ok && Z[i] >= UNDERFLOW;
   }
+  return ok;
+}
+
+// `prepare_rows`; false if some row has to be recomputed with a shorter chunk.
+static bool prepare_causal(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
+  bool ok = prepare_rows(hd, w, st, t0, n, ch);
+  if (hd.pr->function == SQ_EXP)
+    for (long g = 0; g < hd.groups; g++)
+      for (long i = 0; i < n; i++) ok = ok && ch.Z[g * C + i] >= UNDERFLOW;
   return ok;
 }
 

@@ -52,6 +52,7 @@ static void project_one(const SqProblem& pr, const Side& s, const float* x, floa
 // Scratch of one step; feature arrays have room for whole vectors.
 struct Step {
   float *x, *v, *p, *lk, *phi, *rho, *c, *z, *a, *out, *lanes, *work;
+  float top;  // the log shift of a
 };
 
 static Step take_step(Arena& arena, const SqProblem& pr) {
@@ -85,17 +86,34 @@ static void levels(const SqProblem& pr, const Side& s, const float* p, float t, 
     for (long r = 0; r < R; r++) l[r + R] = ((s.bias ? s.bias[r] : 0.0f) + t) - p[r];
 }
 
-// phi, rho, c', z' from the key and the incoming state.
-static void step_key(const Head& hd, long index, Step& s) {
+// square |x|^2 + tilt . x
+static float own_weight(const SqProblem& pr, const Side& side, const float* x) {
+  float squares = 0.0f, along = 0.0f;
+  if (side.square == 0.0f && !side.tilt) return 0.0f;
+  for (long d = 0; d < pr.dim; d++) {
+    squares += x[d] * x[d];
+    if (side.tilt) along += x[d] * side.tilt[d];
+  }
+  return side.square == 0.0f ? along : squares * side.square + along;
+}
+
+// c and z of the incoming state.
+static void step_state(const Head& hd, long index, Step& s) {
   const SqProblem& pr = *hd.pr;
   const long M = pr.features;
   const bool given = pr.s_in != nullptr, plain = pr.function != SQ_EXP;
-  const bool real = !pr.key_mask || pr.key_mask[hd.b * pr.mask_batch] != 0;
   for (long r = 0; r < M; r++) {
     s.c[r] = given ? pr.c_in[index * M + r] : plain ? 0.0f : MINUS_INF;
     s.z[r] = given ? pr.z_in[index * M + r] : 0.0f;
   }
   for (long r = M; r < round_up(M, VL); r++) s.c[r] = s.z[r] = s.lk[r] = 0.0f;
+}
+
+// phi, rho, c', z' from the key and the incoming state.
+static void step_key(const Head& hd, Step& s, bool real) {
+  const SqProblem& pr = *hd.pr;
+  const long M = pr.features;
+  const bool plain = pr.function != SQ_EXP;
   if (!real) {
     for (long r = 0; r < M; r++) s.phi[r] = 0.0f, s.rho[r] = 1.0f;
     memset(s.v, 0, sizeof(float) * pr.width);
@@ -104,12 +122,7 @@ static void step_key(const Head& hd, long index, Step& s) {
   fetch(pr.k, hd.b, hd.h, 0, 1, pr.dim, s.x, pr.dim);
   fetch(pr.v, hd.b, hd.h, 0, 1, pr.width, s.v, pr.width);
   project_one(pr, hd.k, s.x, s.p, s.lanes, s.work);
-  float squares = 0.0f, along = 0.0f;
-  for (long d = 0; d < pr.dim; d++) {
-    squares += s.x[d] * s.x[d];
-    if (hd.k.tilt) along += s.x[d] * hd.k.tilt[d];
-  }
-  levels(pr, hd.k, s.p, hd.k.square == 0.0f ? along : squares * hd.k.square + along, plain ? s.phi : s.lk);
+  levels(pr, hd.k, s.p, own_weight(pr, hd.k, s.x), plain ? s.phi : s.lk);
   if (plain) {
     for (long r = 0; r < M; r++) s.rho[r] = 1.0f, s.z[r] += s.phi[r];
     return;
@@ -134,10 +147,13 @@ static float step_query(const Head& hd, long g, Step& s) {
   project_one(pr, hd.q, s.x, s.p, s.lanes, s.work);
   levels(pr, hd.q, s.p, 0.0f, s.a);
   float Z = 0.0f;
+  s.top = 0.0f;
   if (pr.function == SQ_EXP) {
     float top = MINUS_INF;
     for (long r = 0; r < M; r++) s.a[r] += s.c[r], top = max1(s.a[r], top);
-    const vf shift = splat(or_zero(top));
+    s.top = or_zero(top);
+    const vf shift = splat(s.top);
+    s.top += own_weight(pr, hd.q, s.x);
     for (long r = 0; r < M; r += VL) store(s.a + r, vexp(load(s.a + r) - shift));
   }
   for (long r = 0; r < M; r++) Z += s.a[r] * s.z[r];
@@ -215,7 +231,8 @@ static void decode_task(void* context, int64_t index, int64_t) {
     return;
   }
   Step s = take_step(arena, pr);
-  step_key(hd, index, s);
+  step_state(hd, index, s);
+  step_key(hd, s, !pr.key_mask || pr.key_mask[hd.b * pr.mask_batch] != 0);
   for (long g = 0; g < hd.groups; g++) {
     const float Z = step_query(hd, g, s);
     if (g == 0) update_state(hd, index, s);

@@ -64,16 +64,17 @@ static void project_back(const SqProblem& pr, const Side& s, const float* dp, lo
 static long real_lanes(const SqProblem& pr, long b, long t0, long n, long lanes, float* real) {
   long count = 0;
   for (long i = 0; i < lanes; i++) {
-    const bool yes =
-        i < n && (!pr.key_mask || pr.key_mask[b * pr.mask_batch + (t0 + i) * pr.mask_token] != 0);
+    const long token = t0 + i + pr.key_shift;
+    const bool yes = i < n && token >= 0 && token < pr.keys_stored &&
+                     (!pr.key_mask || pr.key_mask[b * pr.mask_batch + token * pr.mask_token] != 0);
     real[i] = yes ? 1.0f : 0.0f;
     count += yes;
   }
   return count;
 }
 
-// t[lane] = square |y|^2 + tilt . y, -inf for lanes without a real key.
-static void key_weights(const SqProblem& pr, const Side& s, const float* y, const float* real, long vectors, float* t) {
+// t[lane] = square |y|^2 + tilt . y.
+static void token_weights(const SqProblem& pr, const Side& s, const float* y, long vectors, float* t) {
   // |y|^2 may be in the thousands and its rounding is an error of the whole key: sums of eight by a tree, and those
   // with their rounding errors carried along (Knuth's two-sum).
   for (long j = 0; j < vectors; j++) {
@@ -96,6 +97,11 @@ static void key_weights(const SqProblem& pr, const Side& s, const float* y, cons
     // An infinite square has no rounding error to add: inf - inf would turn it into NaN either way.
     store(t + j * VL, s.square == 0.0f ? along : (squares + lost) * splat(s.square) + along);
   }
+}
+
+// The same for keys, -inf for lanes without a real one.
+static void key_weights(const SqProblem& pr, const Side& s, const float* y, const float* real, long vectors, float* t) {
+  token_weights(pr, s, y, vectors, t);
   for (long i = 0; i < vectors * VL; i++)
     if (real[i] == 0.0f) t[i] = MINUS_INF;
 }
@@ -130,11 +136,25 @@ SQ_INLINE vf key_row(const float* p, float shift, const float* t, long vectors, 
   return sum;
 }
 
+// The same where t is so large that rounding of t + shift would exceed the range of e^x (a key of norm 1e5 has t = -1e9):
+// the sum is formed as the maximum was, so that the largest exponent is 0 exactly.
+template <bool NEGATED>
+SQ_INLINE vf large_row(const float* p, float bias, float c, const float* t, long vectors, float* phi) {
+  vf sum = zero();
+  for (long j = 0; j < vectors; j++) {
+    const vf x = load(p + j * VL), tj = load(t + j * VL);
+    const vf e = vexp(((NEGATED ? tj - x : tj + x) + splat(bias)) - splat(c));
+    store(phi + j * VL, e);
+    sum += e;
+  }
+  return sum;
+}
+
 // Exponential features +-p of the keys, R rows: maxima first, then row after row, so that no exponential waits for one.
 // FULL: a whole chunk, whose loops the compiler can unroll.
 template <bool NEGATED, bool FULL>
-static void key_rows(long R, const float* p, const float* bias, const float* t, long given, const float* c_old,
-                     float* c_new, float* phi, float* sums) {
+static void key_rows(long R, const float* p, const float* bias, const float* t, long given, bool large,
+                     const float* c_old, float* c_new, float* phi, float* sums) {
   const long vectors = FULL ? CV : given;
   long r = 0;
   for (; r + 4 <= R; r += 4) row_maxima<4, NEGATED>(p + r * LD, t, vectors, c_new + r);
@@ -143,6 +163,11 @@ static void key_rows(long R, const float* p, const float* bias, const float* t, 
     const float b = bias ? bias[r] : 0.0f;
     c_new[r] = max1(c_new[r] + b, c_old[r]);
     sums[r] = b - or_zero(c_new[r]);
+  }
+  if (SQ_RARE(large)) {
+    for (r = 0; r < R; r++)
+      sums[r] = hsum(large_row<NEGATED>(p + r * LD, bias ? bias[r] : 0.0f, or_zero(c_new[r]), t, vectors, phi + r * LD));
+    return;
   }
   for (r = 0; r + 4 <= R; r += 4) {
     vf sum[4];
@@ -196,16 +221,18 @@ static void key_features(const SqProblem& pr, const Side& s, const float* p, con
   }
   // The mirrored rows first: the direct ones may overwrite p.
   const bool full = vectors == CV;
+  bool large = false;
+  for (long i = 0; i < vectors * VL; i++) large = large || (t[i] < -8192.0f && t[i] != MINUS_INF) || t[i] > 8192.0f;
   if (pr.antithetic)
-    (full ? key_rows<true, true> : key_rows<true, false>)(R, p, s.bias, t, vectors, c_old + R, c_new + R, phi + R * LD,
+    (full ? key_rows<true, true> : key_rows<true, false>)(R, p, s.bias, t, vectors, large, c_old + R, c_new + R, phi + R * LD,
                                                           sums + R);
-  (full ? key_rows<false, true> : key_rows<false, false>)(R, p, s.bias, t, vectors, c_old, c_new, phi, sums);
+  (full ? key_rows<false, true> : key_rows<false, false>)(R, p, s.bias, t, vectors, large, c_old, c_new, phi, sums);
 }
 
-// One panel of exponential query features; level[M] = bias + c. Its column of p is a cache line per row and stays in the
+// One panel of exponential query features; level[M] = bias + c, up to a constant. Its column of p is a cache line per row and stays in the
 // first-level cache between the two passes.
 template <bool ANTI>
-static void query_panel(long R, const float* p, const float* level, const float* z, float* a, float* Z) {
+static void query_panel(long R, const float* p, const float* level, const float* z, float* a, float* Z, float* tops) {
   vf top[NV], total[NV];
   SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = splat(MINUS_INF), total[n] = zero();
   for (long r = 0; r < R; r++) {
@@ -226,24 +253,25 @@ static void query_panel(long R, const float* p, const float* level, const float*
     if (ANTI) {
       const vf down = splat(level[r + R]), weight = splat(z[r + R]);
       SQ_UNROLL for (int n = 0; n < NV; n++) {
-        const vf e = vexp((down - top[n]) - l[n]);
+        const vf e = vexp((down - l[n]) - top[n]);
         store(a + (r + R) * LD + n * VL, e);
         total[n] += e * weight;
       }
     }
     const vf up = splat(level[r]), weight = splat(z[r]);
     SQ_UNROLL for (int n = 0; n < NV; n++) {
-      const vf e = vexp(l[n] + (up - top[n]));
+      const vf e = vexp((l[n] + up) - top[n]);
       store(a + r * LD + n * VL, e);
       total[n] += e * weight;
     }
   }
-  SQ_UNROLL for (int n = 0; n < NV; n++) store(Z + n * VL, total[n]);
+  SQ_UNROLL for (int n = 0; n < NV; n++) store(Z + n * VL, total[n]), store(tops + n * VL, top[n]);
 }
 
-// a[M][LD] of the queries from p (which may be a itself) and Z[lane] = sum_r a_r z_r. `level` is scratch for M floats.
+// a[M][LD] of the queries from p (which may be a itself) and Z[lane] = sum_r a_r z_r, both divided by
+// e^top[lane]. `level` is scratch for M floats.
 static void query_features(const SqProblem& pr, const Side& s, const float* p, long vectors, const float* c,
-                           const float* z, float* a, float* Z, float* level) {
+                           const float* z, float* a, float* Z, float* top, float* level) {
   const long R = pr.rows;
   if (pr.function != SQ_EXP) {
     const vf eps = splat(pr.epsilon);
@@ -255,6 +283,7 @@ static void query_features(const SqProblem& pr, const Side& s, const float* p, l
         total += f * splat(z[r]);
       }
       store(Z + j * VL, total);
+      store(top + j * VL, zero());
     }
     return;
   }
@@ -263,10 +292,16 @@ static void query_features(const SqProblem& pr, const Side& s, const float* p, l
     level[r] = b + c[r];
     if (pr.antithetic) level[r + R] = b + c[r + R];
   }
+  // Relative to the largest level: c may be in the billions, its differences are not.
+  float most = MINUS_INF;
+  for (long r = 0; r < pr.features; r++) most = max1(level[r], most);
+  most = or_zero(most);
+  for (long r = 0; r < pr.features; r++) level[r] -= most;
   for (long j = 0; j < vectors; j += NV) {
-    if (pr.antithetic) query_panel<true>(R, p + j * VL, level, z, a + j * VL, Z + j * VL);
-    else query_panel<false>(R, p + j * VL, level, z, a + j * VL, Z + j * VL);
+    if (pr.antithetic) query_panel<true>(R, p + j * VL, level, z, a + j * VL, Z + j * VL, top + j * VL);
+    else query_panel<false>(R, p + j * VL, level, z, a + j * VL, Z + j * VL, top + j * VL);
   }
+  for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + splat(most));
 }
 
 // dp[R][LD] from the features f[M][LD] and the gradient g[r][lane] + left[r] right[lane] with respect to them; dp may be

@@ -5,8 +5,6 @@
 // in order. Full attention is cut by shape alone, so its result does not depend on the number of threads.
 #pragma once
 
-#include <stdlib.h>
-
 #include "chunk.h"
 
 namespace SQ_NS {
@@ -24,8 +22,7 @@ struct States {
 static States new_states(const SqProblem& pr, long count) {
   States s = {nullptr, 0, state_stride(pr.width), (long)pr.features};
   s.slot = round_up(s.M * s.lds + 2 * s.M, 16);
-  void* p = nullptr;
-  if (posix_memalign(&p, 64, sizeof(float) * s.slot * (count > 0 ? count : 1)) == 0) s.base = (float*)p;
+  s.base = sq_allocate(s.slot * count);
   return s;
 }
 
@@ -107,7 +104,7 @@ static void read_all(const Head& hd, const Work& w, const State& st, Chunk& ch, 
   const SqProblem& pr = *hd.pr;
   for (long t0 = begin; t0 < end; t0 += C) {
     const long n = end - t0 < C ? end - t0 : C;
-    prepare_queries(hd, w, st.c, st.z, g, t0, n, ch.a, ch.Z);
+    prepare_queries(hd, w, st.c, st.z, g, t0, n, ch.a, ch.Z, ch.top);
     gemm(pr.width, vectors_for(n), pr.features, st.S, 1, hd.lds, ch.a, LD, w.out, LD, FROM_ZERO);
     finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z);
   }
@@ -250,7 +247,7 @@ static int forward(const SqProblem* problem) {
     if (!job.starts.base) return SQ_NO_MEMORY;
     if (job.key_pieces > 1) {
       job.sums = new_states(pr, heads * job.key_pieces);
-      if (!job.sums.base) return free(job.starts.base), SQ_NO_MEMORY;
+      if (!job.sums.base) return sq_release(job.starts.base), SQ_NO_MEMORY;
       run_phase(job, ABSORB_PIECES, job.key_pieces, piece);
       run_phase(job, PREFIX_PIECES, 1, 0);
     }
@@ -264,8 +261,8 @@ static int forward(const SqProblem* problem) {
     const long pieces = pieces_for(heads, pr.length_q, 16);
     if (pr.length_q > 0) run_phase(job, READ_PIECES, pieces, round_up((pr.length_q + pieces - 1) / pieces, C));
   }
-  free(job.sums.base);
-  free(job.starts.base);
+  sq_release(job.sums.base);
+  sq_release(job.starts.base);
   return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 

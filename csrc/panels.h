@@ -152,4 +152,13 @@ static void unpanel(const SqTensor& x, long b, long h, long t0, long n, long dim
   }
 }
 
+// The same, added to what is there; x is float32 with components side by side.
+static void unpanel_add(const SqTensor& x, long b, long h, long t0, long n, long dim, const float* from, float* rows) {
+  transpose(from, dim, n, LD, rows, dim);
+  for (long i = 0; i < n; i++) {
+    float* to = (float*)x.data + offset_of(x, b, h, t0 + i);
+    for (long d = 0; d < dim; d++) to[d] += rows[i * dim + d];
+  }
+}
+
 }  // namespace SQ_NS

@@ -13,6 +13,10 @@
 #include <pthread.h>
 #endif
 
+#if defined(_WIN32)
+#include <malloc.h>
+#endif
+
 #include "problem.h"
 
 namespace {
@@ -39,20 +43,37 @@ void run(void* p) {
 struct Scratch {
   float* data = nullptr;
   int64_t size = 0;
-  ~Scratch() { std::free(data); }
+  ~Scratch() { sq_release(data); }
 };
 thread_local Scratch scratch;
 
 }  // namespace
 
+float* sq_allocate(int64_t floats) {
+  const size_t bytes = sizeof(float) * static_cast<size_t>(floats > 0 ? floats : 1);
+#if defined(_WIN32)
+  return static_cast<float*>(_aligned_malloc(bytes, 64));
+#else
+  void* p = nullptr;
+  return posix_memalign(&p, 64, bytes) == 0 ? static_cast<float*>(p) : nullptr;
+#endif
+}
+
+void sq_release(float* memory) {
+#if defined(_WIN32)
+  _aligned_free(memory);
+#else
+  std::free(memory);
+#endif
+}
+
 float* sq_scratch(int64_t floats) {
   if (floats > scratch.size) {
-    std::free(scratch.data);
+    sq_release(scratch.data);
     scratch.data = nullptr;
     scratch.size = 0;
-    void* p = nullptr;
-    if (posix_memalign(&p, 64, sizeof(float) * static_cast<size_t>(floats + 64)) != 0) return nullptr;
-    scratch.data = static_cast<float*>(p);
+    scratch.data = sq_allocate(floats + 64);
+    if (!scratch.data) return nullptr;
     scratch.size = floats;
   }
   return scratch.data;

@@ -28,19 +28,23 @@ struct SqMap {
   int64_t offset_head;
   const float* bias;  // (Hw, m_w)
   int64_t bias_head;
-  const float* tilt;  // (Hw, D), keys only
+  const float* tilt;  // (Hw, D); for queries only in hybrid attention, elsewhere the normaliser cancels it
   int64_t tilt_head;
   const float* signs;  // (Hw, n_b, k, D') of +-1, D' = 2^p >= D; null unless Hadamard
   int64_t signs_head;
   const float* norms;  // (Hw, m_w) row norms, the factors 1/sqrt(D') included
   int64_t norms_head;
-  float square;  // keys only
+  float square;  // like tilt
   float unused;
 };
 
 struct SqProblem {
   int64_t batch, heads_q, heads_kv, length_q, length_k, dim, width, features, rows;  // width = E, rows = m_w
-  int32_t function, projection, antithetic, causal, blocks, normalise, threads, unused;
+  // Key i of the walk is token i + key_shift of k and v, of which keys_stored exist; the others count as masked. Causal
+  // attention with length_k = length_q + 1 takes one key more into the state than any query sees.
+  int64_t key_shift, keys_stored;
+  int32_t function, projection, antithetic, causal, blocks, normalise, threads;
+  int32_t accumulate;  // dq, dk, dv are float32 and are added to
   float epsilon, unused_f;
   SqTensor q, k, v, out;
   SqMap map_q, map_k;
@@ -57,6 +61,40 @@ struct SqProblem {
   float *ds_in, *dz_in;
 };
 
+// The place of a sink that is not there.
+constexpr int64_t SQ_NOWHERE = (int64_t)1 << 40;
+
+// Exact softmax near, kernelised far, one normaliser (hybrid.h). far.q, far.k: what the far map takes; far.v: all values;
+// far.key_mask: far keys; far.out: the result. Tokens of k and v are positions - past .. length - 1 of the queries'.
+struct SqHybrid {
+  SqProblem far;
+  SqTensor near_q, near_k;  // (.., L, near_dim), (.., past + L, near_dim)
+  SqTensor sink_k, sink_v;  // (.., sinks, near_dim), (.., sinks, E)
+  SqTensor near_dq, near_dk, sink_dk, sink_dv;  // float32, added to
+  const uint8_t* near_mask;  // (B, past + L), nonzero = real; null = all real
+  int64_t near_batch, near_token;
+  const int64_t* sink_place;  // (B, sinks): token of k at which a sink stands, negative if before all, or SQ_NOWHERE
+  const float* gain;          // (Hq): added to the log of far weights, or null
+  float* gain_grad;           // (B, Hq), or null
+  float* stats;               // (B, Hq, L, 2): log shift of the row, and 1 / its normaliser
+  int64_t near_dim, sinks, window, past;
+  int32_t both_sides, unused;
+  float scale, unused_f;
+};
+
+// One token of causal hybrid attention, all that its state holds going in and coming out. near_k and far.v are the window,
+// (B, H, w, .); far.k is the token that leaves it (the new one where w = 0) as the far map takes it. Masks and counts are
+// contiguous; every result is a new array.
+struct SqStep {
+  SqHybrid hy;
+  SqTensor token_k, token_v;  // the new token
+  const int64_t *length, *start, *count;                      // (B,)
+  const uint8_t *sink_mask, *window_mask, *token_mask;        // (B, sinks), (B, w), (B,) or null = real
+  int64_t *length_out, *start_out, *count_out;
+  uint8_t *sink_mask_out, *window_mask_out;
+  float *window_k_out, *window_v_out, *sink_k_out, *sink_v_out;  // (B, H, w, D), (B, H, w, E), (B, H, sinks, .)
+};
+
 // Tokens per checkpoint; a multiple of every chunk length (48, 64).
 enum { SQ_SEGMENT = 192 };
 
@@ -67,12 +105,19 @@ void sq_parallel(int64_t tasks, int64_t threads, SqBody body, void* context);
 // Scratch memory of the calling thread, 64-byte aligned, kept between calls. Contents are undefined.
 float* sq_scratch(int64_t floats);
 
+// Memory that starts on a cache line, or null; released with sq_release.
+float* sq_allocate(int64_t floats);
+void sq_release(float* memory);
+
 // One instruction set's kernels.
 struct SqKernels {
   int (*forward)(const SqProblem*);
   int (*backward)(const SqProblem*);
   int (*decode)(const SqProblem*);
   int (*project)(const SqProblem*, float*);
+  int (*hybrid_forward)(const SqHybrid*);
+  int (*hybrid_backward)(const SqHybrid*);
+  int (*hybrid_decode)(const SqStep*);
 };
 
 enum SqStatus { SQ_OK = 0, SQ_NO_MEMORY = 1 };

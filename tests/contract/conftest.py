@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 import subquad as sq
+from subquad.kernels import dispatch, native, native_library
 from subquad.mechanisms import MECHANISMS, Mechanism
+from subquad.mechanisms.hybrid import Hybrid
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,17 @@ class Case:
 
     name: str
     index: int
+    backend: str | None = None  # who computes every call that names no backend; None: the library chooses
+
+    @property
+    def tolerance(self) -> float:
+        """Between two ways to compute the same; the native kernels take no float64."""
+        return 1e-10 if self.backend is None else 5e-5
+
+    @property
+    def rounding(self) -> float:
+        """Between two calls that do the same sums, perhaps in another order."""
+        return 1e-12 if self.backend is None else 1e-5
 
     @property
     def cls(self) -> type[Mechanism]:
@@ -31,7 +45,7 @@ class Case:
     @property
     def id(self) -> str:
         text = ",".join(f"{key}={value}" for key, value in self.options.items() if key not in ("seed", "num_features"))
-        return f"{self.name}[{text.replace(' ', '')}]"
+        return f"{self.name}[{text.replace(' ', '')}]{'' if self.backend is None else f' by {self.backend}'}"
 
     @property
     def causal_modes(self) -> list[bool]:
@@ -64,6 +78,8 @@ class Case:
     ) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         keys = length if keys is None else keys
+        if self.backend == "native" and dtype == torch.float64:
+            dtype = torch.float32
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -75,18 +91,63 @@ class Case:
 
 deep = pytest.mark.deep
 CASES = [Case(name, index) for name, cls in MECHANISMS.items() for index in range(len(cls.CONTRACT_VARIANTS))]
+
+
+def _native(case: Case) -> bool:
+    """Whether the native kernels take this variant, and no other one here asks them for the same."""
+    if not (case.cls.kernelised or case.name == "hybrid"):
+        return False
+    options = case.options
+    # One matrix is as good as another to the kernels, and butterflies do not know what comes after them.
+    fast = options.get("projection") == "hadamard" and options.get("features") in ("positive", "hyperbolic")
+    if case.name == "performer" and options.get("projection", "orthogonal") != "orthogonal" and not fast:
+        return False
+    if native_library.missing():
+        return case.index == 0  # enough to say why there are none
+    made = case.make()
+    feature_map = (made.far if case.name == "hybrid" else made).feature_map
+    probe = torch.zeros(1, 1, 1, 8)
+    return not native.refusal(feature_map, probe, normalise=getattr(made, "normalise", True))
+
+
+CASES += [replace(case, backend="native") for case in CASES if _native(case)]
 # Tracing takes seconds: the first variant of a mechanism and each feature map of performer always, the rest in depth.
 TRACED = [
     pytest.param(
         case,
         id=case.id,
         marks=[]
-        if case.index == 0 or set(case.options) == {"features", "projection", "num_features", "seed"}
+        if case.index == 0
+        or (case.backend is None and set(case.options) == {"features", "projection", "num_features", "seed"})
         else [deep],
     )
     for case in CASES
     if case.name != "performer" or case.options.get("projection", "orthogonal") == "orthogonal"
 ]
+
+
+@pytest.fixture(autouse=True)
+def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A native case has every call that names no backend computed by the native kernels, or refused by them."""
+    given = getattr(request.node, "callspec", None)
+    case = next((x for x in given.params.values() if isinstance(x, Case)), None) if given else None
+    if case is None or case.backend is None:
+        return
+    reason = native_library.missing()
+    if reason:
+        if os.environ.get("SUBQUAD_REQUIRE_NATIVE"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    choose, choose_hybrid = dispatch.choose_backend, Hybrid._backend
+
+    def chosen(backend: str | None, *args: Any, **named: Any) -> Any:
+        return choose(case.backend if backend is None else backend, *args, **named)
+
+    def chosen_hybrid(self: Hybrid, backend: str | None, *args: Any) -> str:
+        return choose_hybrid(self, case.backend if backend is None else backend, *args)
+
+    monkeypatch.setattr(dispatch, "choose_backend", chosen)
+    monkeypatch.setattr(Hybrid, "_backend", chosen_hybrid)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -95,6 +156,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("traced_case", TRACED),
         # Input is checked before options matter: one case per mechanism.
         ("first_case", [case for case in CASES if case.index == 0]),
+        # Finite differences need float64; for the native kernels the definition's gradient stands in their place.
+        ("float64_case", [case for case in CASES if case.backend is None]),
         ("causal_case", [case for case in CASES if case.cls.causal]),
         ("recurrent_case", [case for case in CASES if case.cls.recurrent]),
         ("kernelised_case", [case for case in CASES if case.cls.kernelised]),

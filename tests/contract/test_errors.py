@@ -19,8 +19,8 @@ import subquad as sq
         (lambda q, k, v: (q, k[:, :, :5], v), ValueError, "k and v must agree"),
         (lambda q, k, v: (q, k[:, :1], v), ValueError, "k and v must agree"),
         (lambda q, k, v: (q[:1], k, v), ValueError, "same batch size"),
-        (lambda q, k, v: (q.float(), k, v), ValueError, "share device and dtype"),
-        (lambda q, k, v: (q, k.float(), v), ValueError, "share device and dtype"),
+        (lambda q, k, v: (q.half(), k, v), ValueError, "share device and dtype"),
+        (lambda q, k, v: (q, k.half(), v), ValueError, "share device and dtype"),
         (lambda q, k, v: (torch.cat([q, q[:, :1]], 1), k, v), ValueError, "heads"),
     ],
 )

@@ -147,3 +147,15 @@ def test_chunked_and_native_states_are_interchangeable() -> None:
     mine = native.absorb(phi, k, v, empty_state(phi, v), scale=scale)
     theirs = chunked.absorb(phi, k, v, empty_state(phi, v), scale=scale)
     torch.testing.assert_close(chunked.read(phi, q, mine, scale=scale), native.read(phi, q, theirs, scale=scale))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", ["positive", "hyperbolic", "oprf"])
+@pytest.mark.parametrize("norm", [1e4, 1e5, 1e7])
+def test_enormous_tokens_stay_finite(kind: str, norm: float, causal: bool) -> None:
+    """Log features of -1e9 and more: their rounding alone is beyond the range of e^x."""
+    phi = make_map(kind, 16, 32, heads=1)
+    q, k, v = torch.randn(3, 1, 1, 130, 16)
+    results = with_gradients(lambda *x: attend(native, phi, *x, causal=causal), norm * q, norm * k, v)
+    assert all(x.isfinite().all() for x in results)
+    assert results[0].abs().max() <= v.abs().max() * 1.001 and (results[0] != 0).any(-1).all()

@@ -43,6 +43,10 @@ class Form(NamedTuple):
     epsilon: float = 0.0
     means: tuple[Tensor, Tensor] | None = None  # (H, 1, D) each: subtracted from queries and keys beforehand
     maps: bytes | None = None  # the arrays as the library sees them
+    # What the normaliser of plain attention cancels: log phi_q is larger by square |y|^2 + tilt . y + level.
+    tilt: Tensor = NOTHING  # (H, D), y = q - mean
+    level: Tensor | None = None  # (H,)
+    row_maps: bytes | None = None  # the arrays and the tilt, likewise
 
 
 def fused(feature_map: FeatureMap) -> bool:
@@ -112,7 +116,9 @@ def _form(feature_map: FeatureMap, scale: float) -> Form | None:
     with torch.inference_mode(False), torch.no_grad():
         form = _make_form(feature_map, scale)
     if form is not None:
-        form = form._replace(maps=pack_maps(form.arrays, form.square))
+        form = form._replace(
+            maps=pack_maps(form.arrays, form.square), row_maps=pack_maps([*form.arrays, form.tilt], form.square)
+        )
         modules = list(feature_map.modules())
         children = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
         buffers = [
@@ -146,7 +152,7 @@ def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
         if feature_map.features == "oprf":
             lengths = lengths * (1.0 - 4.0 * feature_map.a).sqrt()
         arrays[0], arrays[5], arrays[6] = NOTHING, _stacked(projection.signs, 4), lengths
-    means = None
+    means, tilt, level = None, NOTHING, None
     if feature_map.center:
         # Tokens are centred before they are projected: adding W mean back as an offset would cancel large numbers.
         assert feature_map.calibration is not None
@@ -160,8 +166,15 @@ def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
         at_centre = feature_map.keys(k_mean.unsqueeze(0), scale).log_scale
         assert at_centre is not None
         arrays[3] = at_centre[0, :, 0, : linear.bias.shape[-1]]
+        rows_at_centre = feature_map.queries(q_mean.unsqueeze(0), scale).log_scale
+        assert rows_at_centre is not None
+        level = (rows_at_centre - at_centre)[0, :, 0, 0]  # the same for every feature
+        tilt = scale * k_mean.squeeze(-2)
+        if feature_map.kernel == "gaussian":
+            tilt = tilt - scale * q_mean.squeeze(-2)
+        tilt = tilt.contiguous()
     arrays = [x.to(torch.float32).contiguous() for x in arrays]
-    return Form(arrays, linear.quadratic, "exp", linear.antithetic, means=means)
+    return Form(arrays, linear.quadratic, "exp", linear.antithetic, means=means, tilt=tilt, level=level)
 
 
 def _stacked(x: Tensor, dims: int) -> Tensor:

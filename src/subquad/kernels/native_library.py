@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Map", "Problem", "StridedTensor", "load", "missing"]
+__all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Hybrid", "Map", "Problem", "Step", "StridedTensor", "load", "missing"]
 
-ABI = 1
+ABI = 2
 # Tokens per state that the causal forward stores for its backward.
 SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -46,7 +46,8 @@ class Problem(ctypes.Structure):
 
     _fields_ = [
         *((name, _long) for name in "batch heads_q heads_kv length_q length_k dim width features rows".split()),
-        *((name, _int) for name in "function projection antithetic causal blocks normalise threads unused".split()),
+        *((name, _long) for name in ("key_shift", "keys_stored")),
+        *((name, _int) for name in "function projection antithetic causal blocks normalise threads accumulate".split()),
         *((name, _float) for name in ("epsilon", "unused_f")),
         *((name, StridedTensor) for name in ("q", "k", "v", "out")),
         *((name, Map) for name in ("map_q", "map_k")),
@@ -56,6 +57,34 @@ class Problem(ctypes.Structure):
         *((name, _pointer) for name in "s_in z_in c_in s_out z_out c_out checkpoints".split()),
         *((name, StridedTensor) for name in ("dout", "dq", "dk", "dv")),
         *((name, _pointer) for name in "ds_out dz_out ds_in dz_in".split()),
+    ]
+
+
+class Hybrid(ctypes.Structure):
+    """One call of hybrid attention: its far field, and what is exact beside it."""
+
+    _fields_ = [
+        ("far", Problem),
+        *((name, StridedTensor) for name in "near_q near_k sink_k sink_v near_dq near_dk sink_dk sink_dv".split()),
+        ("near_mask", _pointer),
+        ("near_batch", _long),
+        ("near_token", _long),
+        *((name, _pointer) for name in "sink_place gain gain_grad stats".split()),
+        *((name, _long) for name in "near_dim sinks window past".split()),
+        *((name, _int) for name in ("both_sides", "unused")),
+        *((name, _float) for name in ("scale", "unused_f")),
+    ]
+
+
+class Step(ctypes.Structure):
+    """One token of hybrid attention, with everything its state holds."""
+
+    _fields_ = [
+        ("hy", Hybrid),
+        *((name, StridedTensor) for name in ("token_k", "token_v")),
+        *((name, _pointer) for name in "length start count sink_mask window_mask token_mask".split()),
+        *((name, _pointer) for name in "length_out start_out count_out sink_mask_out window_mask_out".split()),
+        *((name, _pointer) for name in "window_k_out window_v_out sink_k_out sink_v_out".split()),
     ]
 
 
@@ -79,13 +108,23 @@ def _find() -> tuple[Any, str]:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return None, f"{path} cannot be loaded: {error}"
-    library.subquad_abi.restype = library.subquad_problem_size.restype = library.subquad_segment.restype = _long
-    sizes = (library.subquad_abi(), library.subquad_problem_size(), library.subquad_segment())
-    if sizes != (ABI, ctypes.sizeof(Problem), SEGMENT):
-        return None, f"{path} was built for another version of subquad; reinstall subquad from source"
+    another = f"{path} was built for another version of subquad; reinstall subquad from source"
+    library.subquad_abi.restype = _long
+    if library.subquad_abi() != ABI:
+        return None, another
+    for name, expected in (("problem_size", Problem), ("hybrid_size", Hybrid), ("step_size", Step)):
+        function = getattr(library, f"subquad_{name}")
+        function.restype = _long
+        if function() != ctypes.sizeof(expected):
+            return None, another
+    library.subquad_segment.restype = _long
+    if library.subquad_segment() != SEGMENT:
+        return None, another
     library.subquad_isa.restype = library.subquad_error.restype = ctypes.c_char_p
     for name in ("forward", "backward", "decode"):
         getattr(library, f"subquad_{name}").argtypes = [ctypes.POINTER(Problem)]
+        kind = Step if name == "decode" else Hybrid
+        getattr(library, f"subquad_hybrid_{name}").argtypes = [ctypes.POINTER(kind)]
     library.subquad_project.argtypes = [ctypes.POINTER(Problem), _pointer]
     library.subquad_use_gomp.argtypes = [_pointer]
     library.subquad_use_gomp.restype = None

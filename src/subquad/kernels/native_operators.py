@@ -19,7 +19,16 @@ from torch import Tensor
 from . import native_library as library
 from .native_library import DTYPES, FUNCTIONS, SEGMENT, Map, Problem
 
-__all__ = ["Attention", "attention", "attention_backward", "call_forward", "pack_maps"]
+__all__ = [
+    "Attention",
+    "attention",
+    "attention_backward",
+    "call_forward",
+    "check_status",
+    "make_problem",
+    "pack_maps",
+    "write",
+]
 
 Attention = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -33,32 +42,36 @@ def _rows(q: Tensor, weight: Tensor, norms: Tensor) -> int:
 
 
 # Filling ctypes fields one by one costs more than a decode step; these write whole runs of them.
-_HEADER = struct.Struct("9q8i2f")
+_HEADER = struct.Struct("11q8i2f")
 _TENSOR = struct.Struct("P4q2i")
 _MAPS = (Problem.map_q.offset, ctypes.sizeof(Map) * 2)
 
 
 def pack_maps(arrays: list[Tensor], square: float) -> bytes:
-    """The two maps as the library sees them; valid as long as `arrays` live."""
-    weight, query_offset, key_offset, bias, tilt, signs, norms = arrays
+    """The two maps as the library sees them; valid as long as `arrays` live.
+
+    An eighth array is the queries' own tilt (h, D) or empty, and says that their scale matters (hybrid attention).
+    """
+    weight, query_offset, key_offset, bias, tilt, signs, norms, *own = arrays
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in arrays)
     maps = (Map * 2)()
-    for side, offset in zip(maps, (query_offset, key_offset), strict=True):
-        named = {"weight": weight, "offset": offset, "bias": bias, "signs": signs, "norms": norms, "tilt": tilt}
+    nothing = query_offset.new_empty(0)
+    for side, offset, leaning in zip(maps, (query_offset, key_offset), (*(own or [nothing]), tilt), strict=True):
+        named = {"weight": weight, "offset": offset, "bias": bias, "signs": signs, "norms": norms, "tilt": leaning}
         for name, array in named.items():
             if array.numel():
                 setattr(side, name, array.data_ptr())
                 setattr(side, f"{name}_head", array.stride(0) if array.shape[0] > 1 else 0)
-        side.square = square
+    maps[0].square, maps[1].square = square if own else 0.0, square
     return bytes(maps)
 
 
-def _write(problem: Problem, name: str, x: Tensor) -> None:
+def write(problem: Problem, name: str, x: Tensor) -> None:
     """`x` (B, H, L, width) as the library sees it; the caller keeps `x` alive."""
     _TENSOR.pack_into(problem, getattr(Problem, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
-def _problem(
+def make_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,6 +85,7 @@ def _problem(
     normalise: bool,
     maps: bytes | None = None,
 ) -> Problem:
+    """One call for the library, without its results and states; the caller keeps every tensor alive."""
     weight, norms, signs = arrays[0], arrays[6], arrays[5]
     problem = Problem()
     batch, heads_q, length_q, dim = q.shape
@@ -81,12 +95,13 @@ def _problem(
         problem,
         0,
         *(batch, heads_q, k.shape[1], length_q, k.shape[2], dim, v.shape[3], rows * (2 if antithetic else 1), rows),
+        *(0, k.shape[2]),
         *(FUNCTIONS[function], projection, antithetic, causal, signs.shape[-2] if projection == 1 else 0, normalise),
         *(torch.get_num_threads(), 0, epsilon, 0.0),
     )
-    _write(problem, "q", q)
-    _write(problem, "k", k)
-    _write(problem, "v", v)
+    write(problem, "q", q)
+    write(problem, "k", k)
+    write(problem, "v", v)
     offset, size = _MAPS
     memoryview(problem).cast("B")[offset : offset + size] = pack_maps(arrays, square) if maps is None else maps
     if key_mask.numel():
@@ -95,7 +110,8 @@ def _problem(
     return problem
 
 
-def _check(status: int) -> None:
+def check_status(status: int) -> None:
+    """Raise what a call of the library reports."""
     if status:
         raise MemoryError("the native kernels could not allocate their working memory")
 
@@ -130,10 +146,10 @@ def call_forward(
 
     maps: `pack_maps(arrays, square)`, where the caller keeps it.
     """
-    problem = _problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise, maps)
+    problem = make_problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise, maps)
     results = _outputs(q, k, v, problem.features, causal, keep)
     out, sums, totals, maxima, kept = results
-    _write(problem, "out", out)
+    write(problem, "out", out)
     state = [x.contiguous() for x in state]  # a tracer may have changed the strides
     if state:
         problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in state)
@@ -141,7 +157,7 @@ def call_forward(
     problem.checkpoints = _address(kept)
     kernels = library.load()
     single = causal and q.shape[2] == 1 and k.shape[2] == 1 and not keep
-    _check((kernels.subquad_decode if single else kernels.subquad_forward)(ctypes.byref(problem)))
+    check_status((kernels.subquad_decode if single else kernels.subquad_forward)(ctypes.byref(problem)))
     return results
 
 
@@ -213,21 +229,21 @@ def attention_backward(
     """Gradients of `attention`: grads = [dout, dS, dz], saved = [q, k, v, key_mask, out, S, z, c, checkpoints]."""
     q, k, v, key_mask, out, sums, totals, maxima, kept = saved
     dout, dsums, dtotals = grads
-    problem = _problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise)
+    problem = make_problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise)
     results = _gradients(saved, state)
     dq, dk, dv, ds_in, dz_in = results
     state, (sums, totals, maxima, kept, dsums, dtotals) = (
         [x.contiguous() for x in some] for some in (state, (sums, totals, maxima, kept, dsums, dtotals))
     )
     for name, tensor in (("out", out), ("dout", dout), ("dq", dq), ("dk", dk), ("dv", dv)):
-        _write(problem, name, tensor)
+        write(problem, name, tensor)
     problem.s_out, problem.z_out, problem.c_out = sums.data_ptr(), totals.data_ptr(), maxima.data_ptr()
     problem.ds_out, problem.dz_out = dsums.data_ptr(), dtotals.data_ptr()
     problem.checkpoints = _address(kept)
     if state:
         problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in state)
         problem.ds_in, problem.dz_in = ds_in.data_ptr(), dz_in.data_ptr()
-    _check(library.load().subquad_backward(ctypes.byref(problem)))
+    check_status(library.load().subquad_backward(ctypes.byref(problem)))
     return results
 
 

@@ -6,6 +6,7 @@ the same for all of them; mapping over those (ensembles of projections) has to g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from .native_operators import Attention, attention, attention_backward
 
-__all__ = ["functional_attention"]
+__all__ = ["functional_attention", "narrow", "refuse_mapped", "widen_all"]
 
 
-def _widen(x: Tensor, dim: int | None, size: int) -> Tensor:
+def widen(x: Tensor, dim: int | None, size: int) -> Tensor:
     """(B, ...) with a mapped axis at `dim`, or none -> (size * B, ...); empty placeholders stay as they are."""
     if dim is None:
         if x.numel() == 0 and x.dim() == 1:
@@ -28,19 +29,23 @@ def _widen(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if x.dim() > 1 else x
 
 
-def _narrow(results: Attention, size: int) -> tuple[Attention, tuple[int | None, ...]]:
+def narrow(results: Sequence[Tensor], size: int) -> tuple[Any, Any]:
+    """The results of a widened call with their mapped axis in front, and where that axis is."""
     dims = tuple(None if x.dim() == 1 else 0 for x in results)
     split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
-    return split, dims  # type: ignore[return-value]
+    return split, dims
 
 
-def _widen_all(tensors: list[Tensor], dims: Any, size: int) -> list[Tensor]:
+def widen_all(tensors: list[Tensor], dims: Any, size: int) -> list[Tensor]:
+    """Every tensor with its mapped axis folded into the batch; `dims` None: none is mapped."""
     dims = [None] * len(tensors) if dims is None else dims
-    return [_widen(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
+    return [widen(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
 
 
-def _refuse_mapped(dims: Any) -> None:
-    if dims is not None and any(dim is not None for dim in dims):
+def refuse_mapped(dims: Any) -> None:
+    """What the heads of one call share cannot be mapped over."""
+    found = dims if isinstance(dims, (list, tuple)) else [dims]
+    if any(dim is not None for dim in found):
         raise NotImplementedError("vmap over projections is not possible with backend='native'; use backend='chunked'")
 
 
@@ -48,19 +53,19 @@ def _refuse_mapped(dims: Any) -> None:
 def _(
     info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: Any, arrays: Any, *rest: Any
 ) -> Any:
-    _refuse_mapped(in_dims[5])
+    refuse_mapped(in_dims[5])
     size = info.batch_size
-    tensors = _widen_all([q, k, v, mask], in_dims[:4], size)
-    return _narrow(attention(*tensors, _widen_all(state, in_dims[4], size), arrays, *rest), size)
+    tensors = widen_all([q, k, v, mask], in_dims[:4], size)
+    return narrow(attention(*tensors, widen_all(state, in_dims[4], size), arrays, *rest), size)
 
 
 @attention_backward.register_vmap
 def _(info: Any, in_dims: Any, grads: Any, saved: Any, state: Any, arrays: Any, *rest: Any) -> Any:
-    _refuse_mapped(in_dims[3])
+    refuse_mapped(in_dims[3])
     size = info.batch_size
-    wide = [_widen_all(x, dims, size) for x, dims in zip((grads, saved, state), in_dims[:3], strict=True)]
+    wide = [widen_all(x, dims, size) for x, dims in zip((grads, saved, state), in_dims[:3], strict=True)]
     wide[0] = [x.contiguous() for x in wide[0]]
-    return _narrow(attention_backward(*wide, arrays, *rest), size)
+    return narrow(attention_backward(*wide, arrays, *rest), size)
 
 
 class _Functional(torch.autograd.Function):

@@ -20,19 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..kernels import native
 from ..kernels.checkpointing import tracing
 from ..kernels.dispatch import full_precision
-from . import near_far, near_far_reference, two_sided
+from . import near_far, near_far_native, near_far_reference, two_sided
 from .base import Mechanism
 from .hybrid_state import HybridState
 from .kernelised import Kernelised
+from .softmax import fused_softmax
+from .windows import all_finite
 
 __all__ = ["Hybrid"]
 
 
 def _make_far(far: object, head_dim: int, heads: int | None, kv_heads: int | None) -> Kernelised:
     """The far mechanism from a name, a dict of options with "mechanism", or an object."""
-    from . import create, list_mechanisms  # the dict of names lists this file as well
+    from . import create  # the dict of names lists this file as well
 
     if isinstance(far, dict):
         options = dict(far)
@@ -48,7 +51,6 @@ def _make_far(far: object, head_dim: int, heads: int | None, kv_heads: int | Non
                 raise ValueError(f"far was made with {argument}={given}, hybrid with {argument}={value}")
         made = create(name, head_dim, heads, kv_heads, **options)
     elif isinstance(far, str):
-        checks.check_option("far", far, list_mechanisms())
         made = create(far, head_dim, heads, kv_heads)
     elif isinstance(far, Mechanism):
         made = create(far, head_dim)
@@ -181,12 +183,42 @@ class Hybrid(Mechanism):
             raise ValueError(f"the state has (batch, heads, value width) {have}, the tokens given need {want}")
         return state
 
-    def _prepare(self, backend: str | None, chunk_size: int | None) -> None:
-        if backend is not None:
-            checks.check_option("backend", backend, ("reference", "chunked"))
+    def _backend(self, backend: str | None, chunk_size: int | None, *tensors: Tensor) -> str:
+        """Who computes: the named backend, or the fastest that takes the call."""
         if chunk_size is not None:
             checks.check_positive("chunk_size", chunk_size)
-        self.far.feature_map.check_ready()
+        feature_map = self.far.feature_map
+        feature_map.check_ready()
+        empty = tensors[0].shape[2] == 0
+        if backend is None:
+            quick = chunk_size is None and not empty and near_far_native.wins(feature_map, *tensors)
+            return "native" if quick else "chunked"
+        checks.check_option("backend", backend, ("reference", "chunked", "native"))
+        if backend == "native":
+            reason = native.refusal(feature_map, *tensors)
+            if reason:
+                raise ValueError(f"backend='native' cannot take this call: {reason}. Use backend=None or 'chunked'")
+            return "chunked" if empty else "native"  # of nothing there is only one attention
+        return backend
+
+    def _all_near(self, q: Tensor, v: Tensor, is_causal: bool) -> bool:
+        """Whether no key is far from any query, so that this is softmax attention and torch's own is the fastest."""
+        most = self.window + 1 + self.sinks if is_causal else max(self.window + 1, self.sinks)
+        if self.log_scale is not None and torch.is_grad_enabled() and self.log_scale.requires_grad:
+            return False  # its gradient is 0, not absent
+        # Torch's kernel multiplies hidden keys by 0, which a value that is not finite survives.
+        return 0 < q.shape[2] <= most and all_finite(v)
+
+    def _exactly(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, key_mask: Tensor | None
+    ) -> Tensor:
+        visible = None
+        if key_mask is not None:
+            visible = key_mask[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+            visible = visible.tril() if is_causal else visible
+        with full_precision(q):
+            q, k, values = (near_far.compute(x) for x in (q, k, v))
+            return fused_softmax(q, k, values, visible, is_causal and visible is None, scale).to(v.dtype)
 
     def _attend(
         self,
@@ -201,19 +233,27 @@ class Hybrid(Mechanism):
         backend: str | None,
         chunk_size: int | None,
     ) -> Tensor:
-        call: dict[str, Any] = {"scale": scale, "key_mask": key_mask, "backend": backend, "chunk_size": chunk_size}
-        if is_causal:
-            return self._scan(q, k, v, None, **call)[0]
-        self._prepare(backend, chunk_size)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"hybrid needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: its window stands around a "
                 f"query's own position, which cross attention does not have. Use its far field alone, {self.far.name!r}"
             )
+        if backend is None and chunk_size is None and self._all_near(q, v, is_causal):
+            self.far.feature_map.check_ready()
+            return self._exactly(q, k, v, is_causal, scale, key_mask)
+        who = self._backend(backend, chunk_size, q, k, v)
+        if who == "native":
+            near: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "log_far": self.log_scale}
+            with full_precision(q):
+                return near_far_native.attend(
+                    self.far.feature_map, q, k, v, scale=scale, key_mask=key_mask, causal=is_causal, **near
+                ).to(v.dtype)
+        if is_causal:
+            return self._scan(q, k, v, None, scale=scale, key_mask=key_mask, backend=who, chunk_size=chunk_size)[0]
         with full_precision(q):
             state, feature_map = self._empty(k, v, scale), self.far.feature_map
             mask = near_far.real_keys(k, key_mask)
-            if backend == "reference":
+            if who == "reference":
                 out = near_far_reference.full(feature_map, q, k, v, state, self.log_scale, mask)
             else:
                 slot, _ = near_far.positions(state, mask)
@@ -235,10 +275,14 @@ class Hybrid(Mechanism):
         backend: str | None,
         chunk_size: int | None,
     ) -> tuple[Tensor, HybridState]:
-        self._prepare(backend, chunk_size)
         state = self._empty(k, v, scale) if state is None else self._checked(state, k, v, scale)
+        who = self._backend(backend, chunk_size, q, k, v)
         with full_precision(q):
-            if backend == "reference":
+            if who == "native":
+                out, after = near_far_native.scan(
+                    self.far.feature_map, q, k, v, state, log_far=self.log_scale, key_mask=key_mask
+                )
+            elif who == "reference":
                 mask = near_far.real_keys(k, key_mask)
                 out, after = near_far_reference.causal(self.far.feature_map, q, k, v, state, self.log_scale, mask)
             else:

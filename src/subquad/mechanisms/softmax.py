@@ -19,7 +19,7 @@ from .. import checks
 from ..state import check_same, register_state
 from .base import Mechanism
 
-__all__ = ["KVState", "Softmax", "dense_softmax"]
+__all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def dense_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
     return (weights @ v.to(dtype)).to(v.dtype)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+def fused_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """`dense_softmax` by torch's fused attention; `visible` None: every key, or every earlier one."""
     grouped = q.shape[1] != k.shape[1]
     if visible is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
@@ -136,7 +137,7 @@ class Softmax(Mechanism):
         if backend is not None:
             assert visible is not None
             return dense_softmax(q, k, v, visible, scale)
-        return _sdpa(q, k, v, visible, is_causal and past == 0, scale)
+        return fused_softmax(q, k, v, visible, is_causal and past == 0, scale)
 
     def _origin(self, scale: float) -> str:
         return f"softmax scale {scale:.9g}"

@@ -27,6 +27,7 @@ from ..state import Partial, finite, join
 __all__ = [
     "Order",
     "Shared",
+    "all_finite",
     "banded",
     "check_call",
     "compute_dtype",
@@ -65,7 +66,7 @@ def banded(rows: int, columns: int, span: int, device: torch.device) -> Tensor:
     return (offset >= 0) & (offset <= span)
 
 
-def _all_finite(v: Tensor) -> bool:
+def all_finite(v: Tensor) -> bool:
     """Whether v is known to hold no NaN and no infinity. Only a CPU can look without waiting, and no tracer can."""
     return v.device.type == "cpu" and not tracing(v) and bool(v.detach().sum().isfinite())
 
@@ -78,7 +79,7 @@ def weighted_sum(scores: Tensor, v: Tensor) -> Partial:
     """
     shift = scores.detach().amax(-1)
     weights = exp_(scores.sub_(finite(shift).unsqueeze(-1)))
-    if _all_finite(v):
+    if all_finite(v):
         return Partial(weights @ v, weights.sum(-1), shift)
     broken = ~v.isfinite().all(-1, keepdim=True)
     touched = (weights @ broken.to(weights.dtype)) > 0
@@ -170,7 +171,7 @@ def window_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """`window_partial(...).finish()`, by torch's fused attention where it may be used: out (B, Hq, L, E)."""
-    if not _all_finite(v):
+    if not all_finite(v):
         return window_partial(q, k, v, visible, scale).finish()
     cut = _in_blocks(q, k, v, visible)
     # A row without a visible key would be 0/0: let it see everything, then make it 0.

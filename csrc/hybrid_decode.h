@@ -1,0 +1,233 @@
+// One token of causal hybrid attention for every (batch, KV head): the recurrent step, state in, new state out.
+//
+// The query sees the window, the new token, the sinks, and the state as it came. Then the oldest token leaves the window:
+// it becomes a sink if it is among the first of its sequence, and part of the far field otherwise. S is read once and
+// written once; window and sinks are copied.
+#pragma once
+
+#include "decode.h"
+#include "near.h"
+
+namespace SQ_NS {
+
+struct HybridStep {
+  Step s;
+  float *a, *Z, *top;                // per group: [M], 1, 1
+  float *weights;                    // [sinks + w + 1]
+  float *token_k, *token_v, *out;    // [D], [E], [E]
+};
+
+static HybridStep take_hybrid_step(Arena& arena, const SqHybrid& hy) {
+  const long G = hy.far.heads_q / hy.far.heads_kv;
+  HybridStep h = {};
+  h.s = take_step(arena, hy.far);
+  h.a = arena.take(G * round_up(hy.far.features, 16));
+  h.Z = arena.take(G);
+  h.top = arena.take(G);
+  h.weights = arena.take(hy.sinks + hy.window + 1);
+  h.token_k = arena.take(round_up(hy.near_dim, 16));
+  h.token_v = arena.take(round_up(hy.far.width, 16));
+  h.out = arena.take(round_up(hy.far.width, 16));
+  // The query's own row is wider than the far one where the far map takes something else.
+  h.s.x = arena.take(round_up(hy.near_dim > hy.far.dim ? hy.near_dim : hy.far.dim, 16));
+  return h;
+}
+
+struct Rows {
+  const float* data;
+  long ld;
+};
+
+// Float32 rows with components side by side, from token 0 on.
+static Rows rows_of(const SqTensor& x, const Head& hd) {
+  if (!x.data) return {nullptr, 0};  // no window, or no sinks
+  return {(const float*)x.data + offset_of(x, hd.b, hd.h, 0), (long)x.stride[2]};
+}
+
+// scores[i] = x . row i
+static void row_scores(const Rows& rows, long n, long dim, const float* x, float scale, float* scores) {
+  const long whole = dim / VL * VL;
+  for (long i = 0; i < n; i++) {
+    const float* row = rows.data + i * rows.ld;
+    vf sum = zero();
+    for (long d = 0; d < whole; d += VL) sum += load(row + d) * load(x + d);
+    float rest = 0.0f;
+    for (long d = whole; d < dim; d++) rest += row[d] * x[d];
+    scores[i] = (hsum(sum) + rest) * scale;
+  }
+}
+
+// out += sum_i weights[i] row i over the rows with a weight; the others may hold anything.
+static void add_weighted(const Rows& rows, long n, long dim, const float* weights, float* out) {
+  const long whole = dim / VL * VL;
+  for (long i = 0; i < n; i++) {
+    if (weights[i] == 0.0f) continue;
+    const float* row = rows.data + i * rows.ld;
+    const vf weight = splat(weights[i]);
+    for (long e = 0; e < whole; e += VL) store(out + e, load(out + e) + load(row + e) * weight);
+    for (long e = whole; e < dim; e++) out[e] += row[e] * weights[i];
+  }
+}
+
+// sum = a S and, with `to`, S' = rho S + phi v^T, over N vectors of columns.
+template <int N, bool UPDATE>
+SQ_INLINE void read_and_update(long M, long E, const float* from, float* to, const float* a, const Step& s, const float* v,
+                               float* out) {
+  vf value[N], sum[N];
+  SQ_UNROLL for (int n = 0; n < N; n++) value[n] = load(v + n * VL), sum[n] = zero();
+  for (long r = 0; r < M; r++) {
+    const vf weight = splat(a[r]), phi = splat(s.phi[r]), rho = splat(s.rho[r]);
+    SQ_UNROLL for (int n = 0; n < N; n++) {
+      const vf x = load(from + r * E + n * VL);
+      sum[n] += x * weight;
+      if (UPDATE) store(to + r * E + n * VL, x * rho + value[n] * phi);
+    }
+  }
+  SQ_UNROLL for (int n = 0; n < N; n++) store(out + n * VL, sum[n]);
+}
+
+template <bool UPDATE>
+static void pass_state(const SqProblem& pr, long index, const float* a, const Step& s, float* out) {
+  const long M = pr.features, E = pr.width;
+  const float* from = pr.s_in + index * M * E;
+  float* to = pr.s_out + index * M * E;
+  long e = 0;
+  for (; e + 8 * VL <= E; e += 8 * VL) read_and_update<8, UPDATE>(M, E, from + e, to + e, a, s, s.v + e, out + e);
+  for (; e + 4 * VL <= E; e += 4 * VL) read_and_update<4, UPDATE>(M, E, from + e, to + e, a, s, s.v + e, out + e);
+  for (; e + VL <= E; e += VL) read_and_update<1, UPDATE>(M, E, from + e, to + e, a, s, s.v + e, out + e);
+  for (; e < E; e++) {
+    float sum = 0.0f;
+    for (long r = 0; r < M; r++) {
+      const float x = from[r * E + e];
+      sum += x * a[r];
+      if (UPDATE) to[r * E + e] = x * s.rho[r] + s.phi[r] * s.v[e];
+    }
+    out[e] = sum;
+  }
+}
+
+// Which token leaves, and what becomes of it.
+struct Leaving {
+  bool real;
+  long sink;  // its place among the sinks, or -1
+};
+
+// Counts and masks of one sequence.
+static Leaving step_sequence(const SqStep& st, long b, bool write) {
+  const SqHybrid& hy = st.hy;
+  const long w = hy.window, N = hy.sinks;
+  const bool token = !st.token_mask || st.token_mask[b] != 0;
+  const int64_t length = st.length[b];
+  // Positions are counted from the first real key; before there is one, `start` moves along.
+  const int64_t start = st.start[b] < length || token ? st.start[b] : length + 1;
+  const int64_t slot = w ? length - st.start[b] - w : length - start;
+  Leaving left = {w ? st.window_mask[b * w] != 0 : token, slot >= 0 && slot < N ? (long)slot : -1};
+  if (!write) return left;
+  st.length_out[b] = length + 1;
+  st.start_out[b] = start;
+  st.count_out[b] = st.count[b] + (left.real && left.sink < 0);
+  if (N) memcpy(st.sink_mask_out + b * N, st.sink_mask + b * N, N);
+  if (left.sink >= 0) st.sink_mask_out[b * N + left.sink] = left.real;
+  if (w) memcpy(st.window_mask_out + b * w, st.window_mask + b * w + 1, w - 1), st.window_mask_out[b * w + w - 1] = token;
+  return left;
+}
+
+// rows[n][dim] without the first, then `last`.
+static void shift_rows(const Rows& from, long n, long dim, const float* last, float* to) {
+  if (n == 0) return;
+  if (from.ld == dim) memcpy(to, from.data + dim, sizeof(float) * (n - 1) * dim);
+  else for (long i = 1; i < n; i++) memcpy(to + (i - 1) * dim, from.data + i * from.ld, sizeof(float) * dim);
+  memcpy(to + (n - 1) * dim, last, sizeof(float) * dim);
+}
+
+static void copy_sinks(const Rows& from, long n, long dim, long place, const float* row, float* to) {
+  for (long i = 0; i < n; i++) memcpy(to + i * dim, i == place ? row : from.data + i * from.ld, sizeof(float) * dim);
+}
+
+struct StepJob {
+  const SqStep* step;
+  bool failed;
+};
+
+static void hybrid_decode_task(void* context, int64_t index, int64_t) {
+  StepJob& job = *(StepJob*)context;
+  const SqStep& st = *job.step;
+  const SqHybrid& hy = st.hy;
+  const SqProblem& pr = hy.far;
+  const Head hd = head_of(pr, index);
+  Arena arena = {nullptr, 0};
+  take_hybrid_step(arena, hy);
+  arena = {sq_scratch(arena.used), 0};
+  if (!arena.base) {
+    job.failed = true;
+    return;
+  }
+  HybridStep h = take_hybrid_step(arena, hy);
+  Step& s = h.s;
+  const long M = pr.features, E = pr.width, D = hy.near_dim, G = hd.groups, w = hy.window, N = hy.sinks;
+  const bool token_real = !st.token_mask || st.token_mask[hd.b] != 0;
+  const Leaving left = step_sequence(st, hd.b, hd.h == 0);
+  fetch(st.token_k, hd.b, hd.h, 0, 1, D, h.token_k, D);
+  fetch(st.token_v, hd.b, hd.h, 0, 1, E, h.token_v, E);
+  step_state(hd, index, s);
+  for (long g = 0; g < G; g++) {
+    s.a = h.a + g * round_up(M, 16);
+    h.Z[g] = step_query(hd, g, s);
+    h.top[g] = s.top;
+  }
+  step_key(hd, s, left.real && left.sink < 0);
+  const Rows keys = rows_of(hy.near_k, hd), values = rows_of(pr.v, hd);
+  const Rows sink_k = rows_of(hy.sink_k, hd), sink_v = rows_of(hy.sink_v, hd);
+  for (long g = 0; g < G; g++) {
+    const long head = hd.h * G + g;
+    fetch(hy.near_q, hd.b, head, 0, 1, D, s.x, D);
+    float *sinks = h.weights, *window = sinks + N, *token = window + w;
+    row_scores(sink_k, N, D, s.x, hy.scale, sinks);
+    row_scores(keys, w, D, s.x, hy.scale, window);
+    row_scores({h.token_k, 0}, 1, D, s.x, hy.scale, token);
+    for (long i = 0; i < N; i++)
+      if (st.sink_mask[hd.b * N + i] == 0) sinks[i] = MINUS_INF;
+    for (long i = 0; i < w; i++)
+      if (st.window_mask[hd.b * w + i] == 0) window[i] = MINUS_INF;
+    if (!token_real) *token = MINUS_INF;
+    float peak = MINUS_INF, mass = 0.0f;
+    for (long i = 0; i < N + w + 1; i++) peak = max1(h.weights[i], peak);
+    const float shift = or_zero(peak);
+    long i = 0;
+    for (; i + VL <= N + w + 1; i += VL) {
+      const vf e = vexp(load(h.weights + i) - splat(shift));
+      store(h.weights + i, e);
+      mass += hsum(e);
+    }
+    for (; i < N + w + 1; i++) mass += h.weights[i] = exp1(h.weights[i] - shift);
+    const float level = h.top[g] + (hy.gain ? hy.gain[head] : 0.0f), Z = h.Z[g];
+    const vf logs[2] = {rough_log(splat(mass)), rough_log(splat(Z))};
+    const float base = or_zero(max1(peak + logs[0][0], level + logs[1][0]));
+    const float near = exp1(peak - base > 80.0f ? 80.0f : peak - base), far = exp1(level - base > 80.0f ? 80.0f : level - base);
+    const float total = near * mass + far * Z, inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    float* a = h.a + g * round_up(M, 16);
+    for (long r = 0; r < M; r++) a[r] *= far * inverse;
+    for (i = 0; i < N + w + 1; i++) h.weights[i] *= near * inverse;
+    if (g == 0) pass_state<true>(pr, index, a, s, h.out);
+    else pass_state<false>(pr, index, a, s, h.out);
+    add_weighted(sink_v, N, E, sinks, h.out);
+    add_weighted(values, w, E, window, h.out);
+    add_weighted({h.token_v, 0}, 1, E, token, h.out);
+    put(pr.out, hd.b, head, 0, 1, E, h.out, E);
+  }
+  memcpy(pr.z_out + index * M, s.z, sizeof(float) * M);
+  memcpy(pr.c_out + index * M, s.c, sizeof(float) * M);
+  shift_rows(keys, w, D, h.token_k, st.window_k_out + index * w * D);
+  shift_rows(values, w, E, h.token_v, st.window_v_out + index * w * E);
+  copy_sinks(sink_k, N, D, left.sink, w ? keys.data : h.token_k, st.sink_k_out + index * N * D);
+  copy_sinks(sink_v, N, E, left.sink, w ? values.data : h.token_v, st.sink_v_out + index * N * E);
+}
+
+// s_in is required; window and sinks are float32 with components side by side.
+static int hybrid_decode(const SqStep* step) {
+  StepJob job = {step, false};
+  sq_parallel(step->hy.far.batch * step->hy.far.heads_kv, step->hy.far.threads, hybrid_decode_task, &job);
+  return job.failed ? SQ_NO_MEMORY : SQ_OK;
+}
+
+}  // namespace SQ_NS
