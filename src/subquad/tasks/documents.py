@@ -1,0 +1,144 @@
+"""Long documents, byte by byte, one label each: a folder of labelled text files.
+
+    data/positive/1.txt  data/positive/2.txt ...  data/negative/1.txt ...      (or data/train/..., data/valid/...)
+
+Built in are synthetic letters whose label needs the first sentence and the last one: does the person who writes sign?
+Byte-level document classification is one of the tasks of Tay et al., "Long Range Arena", 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from .. import checks
+from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
+from .heads import Classifier, collate_labelled, token_metrics
+
+__all__ = ["Documents"]
+
+NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal")
+_FILLER = (
+    "The road was long and the rain did not stop. ", "We counted the boats in the harbour twice. ",
+    "Nothing came of it in the end. ", "The garden is full of weeds again. ", "There was bread, and a little cheese. ",
+    "I have not seen the sea this year. ", "They say that the winter will be mild. ", "The clock in the hall is slow. ",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Letters:
+    length: int
+
+    def __len__(self) -> int:
+        return UNLIMITED
+
+    def item(self, index: int, generator: torch.Generator) -> Batch:
+        """tokens (n,), n at most `length`; label 1 if the name at the end is the one at the beginning."""
+        label = int(torch.randint(2, (), generator=generator))
+        first = int(torch.randint(len(NAMES), (), generator=generator))
+        shift = 0 if label else 1 + int(torch.randint(len(NAMES) - 1, (), generator=generator))
+        begin, end = f"{NAMES[first]} writes. ", f"Signed: {NAMES[(first + shift) % len(NAMES)]}"
+        room = self.length - len(begin) - len(end)
+        middle = ""
+        while True:
+            sentence = _FILLER[int(torch.randint(len(_FILLER), (), generator=generator))]
+            if len(middle) + len(sentence) > room:
+                break
+            middle += sentence
+        return _example((begin + middle + end).encode("ascii"), label)
+
+
+def _example(text: bytes, label: int) -> Batch:
+    return {"tokens": torch.tensor(list(text)), "label": torch.tensor(label), "weight": torch.tensor(1.0)}
+
+
+@dataclass(frozen=True)
+class _Files:
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def item(self, index: int, generator: torch.Generator) -> Batch:
+        """The first `length` bytes of a file."""
+        with self.paths[index].open("rb") as file:
+            text = file.read(self.length)
+        if not text:
+            raise DataError(f"{self.paths[index]} is empty; remove it or give it some text")
+        if b"\0" in text:
+            raise DataError(f"{self.paths[index]} holds zero bytes: it is no text file")
+        return _example(text, self.labels[index])
+
+
+def _labels(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.txt"))))
+
+
+@lru_cache(maxsize=4)
+def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], tuple[int, ...]]:
+    """(labels, files, label of each)."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise DataError(f"data={folder!r} is not a folder; expected one with a folder of .txt files per label")
+    parts = {"train": root / "train", "valid": next((root / n for n in ("valid", "test") if (root / n).is_dir()), root)}
+    apart = parts["train"].is_dir() and parts["valid"] != root
+    labels = _labels(parts["train"] if apart else root)
+    if len(labels) < 2:
+        raise DataError(
+            f"data={folder!r} holds text files of {len(labels)} labels {list(labels)}; expected two or more folders, "
+            "named by their label, with .txt files in them"
+        )
+    paths: list[Path] = []
+    numbers: list[int] = []
+    for number, label in enumerate(labels):
+        for index, path in enumerate(sorted(((parts[split] if apart else root) / label).glob("*.txt"))):
+            if apart or split_of(index) == split:
+                paths.append(path)
+                numbers.append(number)
+    if not paths:
+        raise DataError(f"data={folder!r} holds too few files per label to keep some for validation (one in ten)")
+    return labels, tuple(paths), tuple(numbers)
+
+
+@dataclass(frozen=True)
+class Documents(Task):
+    """Text files of the folder `data`, the first `length` bytes of each; or synthetic letters of that length."""
+
+    name: ClassVar[str] = "documents"
+    metric: ClassVar[str] = "accuracy"
+    larger_is_better: ClassVar[bool] = True
+    model: ClassVar[dict[str, Any]] = {"layers": 4, "heads": 4, "dim": 64}
+    training: ClassVar[dict[str, Any]] = {"steps": 2000, "batch": 16, "lr": 1e-3, "warmup": 100, "valid_examples": 256}
+
+    data: str | None = None
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        checks.check_positive("length", self.length, least=64)
+
+    def examples(self, split: str) -> Examples:
+        """Letters without end, or files."""
+        if self.data is None:
+            return _Letters(self.length)
+        _, paths, labels = _find(self.data, split)
+        return _Files(paths, labels, self.length)
+
+    def collate(self, items: Sequence[Batch]) -> Batch:
+        """Documents of different lengths, padded at the end."""
+        return collate_labelled(items)
+
+    def build(self, model: Mapping[str, Any]) -> TaskModel:
+        """An encoder over bytes whose mean output is classified."""
+        classes = 2 if self.data is None else len(_find(self.data, "train")[0])
+        return Classifier(256, classes, model)
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Loss and accuracy."""
+        return token_metrics(totals)

@@ -1,0 +1,114 @@
+"""The three model heads that several tasks share: next token, masked token, one label per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn.models import TransformerDecoder, TransformerEncoder
+from .base import Batch, TaskModel, pad
+
+__all__ = ["IGNORED", "CausalModel", "Classifier", "MaskedModel", "collate_labelled", "mask_tokens", "token_metrics"]
+
+# Targets that do not count.
+IGNORED = -100
+
+
+def _token_sums(logits: Tensor, targets: Tensor, *, training: bool) -> Batch:
+    """logits (B, L, vocab), targets (B, L) -> sum of -log p over the targets that count, and how many are right."""
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    if training:
+        return {"loss": loss}
+    right = (logits.argmax(-1) == targets).sum()  # never at an ignored one: no token has a negative id
+    return {"loss": loss, "right": right.float()}
+
+
+class CausalModel(TaskModel):
+    """Next-token prediction: batch `tokens` (B, L), `targets` (B, L), optionally `key_mask` (B, L)."""
+
+    def __init__(self, vocab: int, model: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.backbone = TransformerDecoder(vocab=vocab, **model)
+
+    def forward(self, batch: Batch) -> Batch:
+        """Sums of loss and right tokens over the targets that count."""
+        logits = self.backbone(batch["tokens"], key_mask=batch.get("key_mask"))
+        return _token_sums(logits, batch["targets"], training=self.training)
+
+
+class MaskedModel(TaskModel):
+    """Masked-token prediction by an encoder that sees both sides; same batch as `CausalModel`."""
+
+    def __init__(self, vocab: int, model: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.backbone = TransformerEncoder(vocab=vocab, **model)
+        self.head = nn.Linear(self.backbone.config.dim, vocab)
+
+    def forward(self, batch: Batch) -> Batch:
+        """Sums of loss and right tokens over the masked places."""
+        targets = batch["targets"]
+        hidden = self.backbone(batch["tokens"], key_mask=batch.get("key_mask"))
+        # The head at the masked places only: it is the widest layer, and most places have no target.
+        places = (targets != IGNORED).flatten().nonzero().squeeze(-1)
+        logits = self.head(hidden.flatten(0, 1)[places])
+        return _token_sums(logits.unsqueeze(0), targets.flatten()[places].unsqueeze(0), training=self.training)
+
+
+class Classifier(TaskModel):
+    """A label per sequence, from the mean of an encoder's outputs: batch `tokens`, `key_mask` (B, L), `label` (B,)."""
+
+    def __init__(self, vocab: int, classes: int, model: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.backbone = TransformerEncoder(vocab=vocab, **model)
+        self.head = nn.Linear(self.backbone.config.dim, classes)
+
+    def forward(self, batch: Batch) -> Batch:
+        """Sums of loss and right labels."""
+        hidden = self.backbone(batch["tokens"], key_mask=batch["key_mask"])
+        real = batch["key_mask"].unsqueeze(-1)
+        mean = (hidden * real).sum(1) / real.sum(1)
+        return _token_sums(self.head(mean).unsqueeze(0), batch["label"].unsqueeze(0), training=self.training)
+
+
+def mask_tokens(
+    tokens: Tensor, rate: float, mask_id: int, replacements: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """BERT's masking of tokens (L,): (what the model sees, targets that are IGNORED elsewhere); at least one place.
+
+    Of the chosen places 80 % become `mask_id`, 10 % a random id below `replacements`, 10 % stay (Devlin et al., 2019).
+
+    >>> seen, targets = mask_tokens(torch.arange(8), 0.5, 99, 8, torch.Generator().manual_seed(0))
+    >>> bool(((targets == torch.arange(8)) | (targets == IGNORED)).all()), bool((seen == 99).any())
+    (True, True)
+    """
+    chosen = torch.rand(tokens.shape, generator=generator) < rate
+    chosen[torch.randint(len(tokens), (), generator=generator)] = True
+    fate = torch.rand(tokens.shape, generator=generator)
+    random = torch.randint(replacements, tokens.shape, generator=generator)
+    seen = torch.where(chosen & (fate < 0.8), mask_id, tokens)
+    seen = torch.where(chosen & (fate >= 0.9), random, seen)
+    return seen, torch.where(chosen, tokens, IGNORED)
+
+
+def token_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Mean loss in nats and the share of right tokens.
+
+    >>> token_metrics({"loss": 3.0, "right": 1.0, "weight": 2.0})
+    {'loss': 1.5, 'accuracy': 0.5}
+    """
+    return {"loss": totals["loss"] / totals["weight"], "accuracy": totals["right"] / totals["weight"]}
+
+
+def collate_labelled(items: Sequence[Batch]) -> Batch:
+    """tokens (n_i,), label, weight -> tokens and key_mask (B, max n_i), label (B,), weight (B,)."""
+    lengths = torch.tensor([len(item["tokens"]) for item in items])
+    return {
+        "tokens": pad([item["tokens"] for item in items]),
+        "key_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(-1),
+        "label": torch.stack([item["label"] for item in items]),
+        "weight": torch.stack([item["weight"] for item in items]),
+    }

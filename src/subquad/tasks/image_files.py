@@ -1,0 +1,188 @@
+"""Images as arrays (N, height, width, channels) of bytes: MNIST's idx, CIFAR-10's binary files, folders of pictures."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import DataError, split_of
+
+__all__ = ["draw_digit", "read_idx", "read_images", "write_grid"]
+
+_PICTURES = (".png", ".bmp", ".jpg", ".jpeg")
+_CIFAR_RECORD = 1 + 32 * 32 * 3
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); the file is truncated or of another type") from None
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The array of an idx file of unsigned bytes, plain or gzipped (LeCun et al.'s format of MNIST)."""
+    data = _bytes(path)
+    if len(data) < 4 or data[:2] != b"\0\0":
+        raise DataError(f"{path} is no idx file: it begins with {data[:4].hex() or 'nothing'}, expected 0000")
+    if data[2] != 8:
+        raise DataError(f"{path} holds idx values of type 0x{data[2]:02x}, expected unsigned bytes, 0x08")
+    dimensions = data[3]
+    if len(data) < 4 + 4 * dimensions:
+        raise DataError(f"{path} is truncated inside its header")
+    shape = tuple(int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
+    start = 4 + 4 * dimensions
+    if len(data) - start != math.prod(shape):
+        raise DataError(f"{path} is truncated: it holds {len(data) - start} values, its header says {shape}")
+    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
+
+
+def _mnist(folder: Path, split: str) -> np.ndarray | None:
+    stem = "train" if split == "train" else "t10k"
+    for name in (f"{stem}-images-idx3-ubyte", f"{stem}-images.idx3-ubyte"):
+        for path in (folder / name, folder / f"{name}.gz"):
+            if path.is_file():
+                images = read_idx(path)
+                if images.ndim != 3:
+                    raise DataError(f"{path} holds an array of shape {images.shape}, expected (count, height, width)")
+                return images[..., None]
+    return None
+
+
+def _cifar(folder: Path, split: str) -> np.ndarray | None:
+    paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))
+    if not paths:
+        return None
+    parts = []
+    for path in paths:
+        data = _bytes(path)
+        if not data or len(data) % _CIFAR_RECORD:
+            raise DataError(f"{path} has {len(data)} bytes, expected a multiple of {_CIFAR_RECORD}; it is truncated")
+        records = np.frombuffer(data, dtype=np.uint8).reshape(-1, _CIFAR_RECORD)
+        parts.append(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return np.concatenate(parts)
+
+
+def _pictures(folder: Path, split: str) -> np.ndarray | None:
+    """Every picture below the folder; `train` and `test` (or `valid`) folders are the split, else one in ten is."""
+    part = next(
+        (p for p in ((folder / n) for n in ([split] if split == "train" else ["valid", "test"])) if p.is_dir()), None
+    )
+    paths = sorted(p for p in (part or folder).rglob("*") if p.is_file())
+    if not any(p.suffix.lower() in _PICTURES for p in paths):
+        return None
+    from PIL import Image, UnidentifiedImageError
+
+    images: list[np.ndarray] = []
+    for index, path in enumerate(paths):
+        if part is None and split_of(index) != split:
+            continue
+        try:
+            with Image.open(path) as picture:
+                image = np.asarray(picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB"))
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise DataError(
+                f"{path} cannot be read as a picture ({error}); expected pictures only below {folder}"
+            ) from None
+        image = image[..., None] if image.ndim == 2 else image
+        if images and image.shape != images[0].shape:
+            raise DataError(
+                f"{path} has the size {image.shape} (height, width, channels), those before it {images[0].shape}; "
+                "bring all pictures to one size first"
+            )
+        images.append(image)
+    return np.stack(images) if images else None
+
+
+@lru_cache(maxsize=4)
+def read_images(folder: str, split: str) -> np.ndarray:
+    """(N, height, width, channels) uint8 of 'train' or 'valid'; says what a folder must hold if it does not."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise DataError(f"data={folder!r} is not a folder; expected one with MNIST's idx files, CIFAR-10's or pictures")
+    for reader in (_mnist, _cifar, _pictures):
+        images = reader(path, split)
+        if images is not None:
+            return images
+    raise DataError(
+        f"data={folder!r} holds no {split} images; expected MNIST's train-images-idx3-ubyte and t10k-images-idx3-ubyte "
+        "(also .gz), CIFAR-10's data_batch_*.bin and test_batch.bin, or pictures (.png, .jpg) of one size"
+    )
+
+
+# Strokes of the ten digits: points in a unit square, y downwards; a curve is a polygon with enough corners.
+def _arc(x: float, y: float, rx: float, ry: float, begin: float, end: float) -> list[tuple[float, float]]:
+    angles = np.linspace(math.radians(begin), math.radians(end), 10)
+    return [(x + rx * math.cos(a), y + ry * math.sin(a)) for a in angles]
+
+
+_DIGITS: tuple[list[list[tuple[float, float]]], ...] = (
+    [_arc(0.5, 0.5, 0.26, 0.38, 0, 360)],
+    [[(0.35, 0.28), (0.55, 0.12), (0.55, 0.88)]],
+    [[*_arc(0.5, 0.34, 0.25, 0.22, 190, 400), (0.26, 0.88), (0.78, 0.88)]],
+    [_arc(0.47, 0.32, 0.25, 0.2, 200, 450), _arc(0.47, 0.68, 0.28, 0.2, 270, 520)],
+    [[(0.62, 0.88), (0.62, 0.12), (0.22, 0.64), (0.8, 0.64)]],
+    [[(0.74, 0.12), (0.32, 0.12), (0.3, 0.46)], _arc(0.48, 0.64, 0.26, 0.24, 230, 500)],
+    [[(0.66, 0.12), (0.4, 0.36), (0.27, 0.62)], _arc(0.5, 0.66, 0.24, 0.22, 0, 360)],
+    [[(0.24, 0.12), (0.76, 0.12), (0.42, 0.88)]],
+    [_arc(0.5, 0.31, 0.21, 0.19, 0, 360), _arc(0.5, 0.69, 0.25, 0.19, 0, 360)],
+    [_arc(0.5, 0.34, 0.24, 0.22, 0, 360), [(0.74, 0.34), (0.66, 0.66), (0.5, 0.88)]],
+)
+
+
+def draw_digit(digit: int, size: int, generator: torch.Generator) -> Tensor:
+    """Strokes of a digit, turned, slanted, stretched, moved and thickened at random -> (size, size) uint8.
+
+    >>> image = draw_digit(3, 14, torch.Generator().manual_seed(0))
+    >>> image.shape, image.dtype, int(image.max()) > 200
+    (torch.Size([14, 14]), torch.uint8, True)
+    """
+    u = 2 * torch.rand(7, generator=generator, dtype=torch.float64) - 1
+    turn, slant = 0.2 * u[0], 0.25 * u[1]
+    wide, high = 1 + 0.15 * u[2], 1 + 0.1 * u[3]
+    move, thickness = 0.06 * u[4:6], 0.055 + 0.02 * u[6]
+    matrix = torch.stack(
+        [
+            torch.stack([wide * turn.cos(), slant * turn.cos() - turn.sin()]),
+            torch.stack([turn.sin(), high * turn.cos()]),
+        ]
+    )
+    begins, ends = [], []
+    for stroke in _DIGITS[digit]:
+        points = (torch.tensor(stroke, dtype=torch.float64) - 0.5) @ matrix.T + 0.5 + move
+        begins.append(points[:-1])
+        ends.append(points[1:])
+    a, b = torch.cat(begins), torch.cat(ends)  # (segments, 2)
+    centres = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    grid = torch.stack(torch.meshgrid(centres, centres, indexing="xy"), -1).view(-1, 1, 2)
+    along = b - a
+    t = (((grid - a) * along).sum(-1) / along.square().sum(-1)).clamp(0, 1).unsqueeze(-1)
+    distance = (grid - a - t * along).norm(dim=-1).amin(-1)
+    ink = ((thickness - distance) * size / 1.5 + 0.5).clamp(0, 1)
+    image: Tensor = (ink * 255).round().to(torch.uint8)
+    return image.view(size, size)
+
+
+def write_grid(path: Path, images: Tensor, columns: int, scale: int = 2) -> None:
+    """images (N, height, width, channels) uint8, side by side with a grey line between them, as a PNG."""
+    from PIL import Image
+
+    count, height, width, channels = images.shape
+    rows = -(-count // columns)
+    sheet = torch.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 96, dtype=torch.uint8)
+    for index, image in enumerate(images):
+        top, left = (index // columns) * (height + 1) + 1, (index % columns) * (width + 1) + 1
+        sheet[top : top + height, left : left + width] = image
+    array: Any = sheet.squeeze(-1).numpy()
+    picture = Image.fromarray(array).resize((sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST)
+    draft = path.with_name(f".{path.name}")
+    picture.save(draft, format="PNG")
+    draft.replace(path)

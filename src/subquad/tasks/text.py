@@ -1,0 +1,114 @@
+"""Language modelling on the bytes of any file, causal or masked: bits per byte and perplexity.
+
+Built in are the first scenes of Shakespeare's "Coriolanus" (96 kB, public domain); `data=` names any other file, which
+may be larger than memory (see `token_file.py`). The last tenth of the file is kept for validation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from .. import checks
+from ..nn.generation import generate
+from .base import Batch, DataError, Examples, Task, TaskModel
+from .heads import CausalModel, MaskedModel, mask_tokens, token_metrics
+from .token_file import TokenFile
+
+__all__ = ["Text"]
+
+BUILT_IN = Path(__file__).with_name("coriolanus.txt")
+MASKED_SHARE = 0.15
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Windows of a stretch of a token file: at random places for training, one after the other for validation."""
+
+    file: TokenFile
+    begin: int
+    end: int
+    length: int
+    masked: bool
+    random: bool
+
+    def __len__(self) -> int:
+        return max(self.end - self.begin - 1, 0) // self.length
+
+    def item(self, index: int, generator: torch.Generator) -> Batch:
+        """tokens (length,) and targets (length,): the next token, or those that were masked."""
+        place = self.begin + index * self.length
+        if self.random:
+            place = self.begin + int(
+                torch.randint(self.end - self.begin - self.length, (), generator=generator, dtype=torch.int64)
+            )
+        window = self.file.window(place, self.length + 1)
+        if not self.masked:
+            return {"tokens": window[:-1], "targets": window[1:], "weight": torch.tensor(float(self.length))}
+        vocab = self.file.vocab
+        tokens, targets = mask_tokens(window[:-1], MASKED_SHARE, vocab, vocab, generator)
+        return {"tokens": tokens, "targets": targets, "weight": (targets >= 0).sum().float()}
+
+
+@dataclass(frozen=True)
+class Text(Task):
+    """Windows of `length` tokens of the file `data`; `vocab` for .npy files of token ids; causal or `masked`."""
+
+    name: ClassVar[str] = "text"
+    metric: ClassVar[str] = "bits_per_byte"
+    model: ClassVar[dict[str, Any]] = {"layers": 4, "heads": 4, "dim": 128}
+    training: ClassVar[dict[str, Any]] = {"steps": 1000, "batch": 16, "lr": 1e-3, "warmup": 100}
+
+    data: str | None = None
+    length: int = 256
+    masked: bool = False
+    vocab: int | None = None
+
+    def __post_init__(self) -> None:
+        checks.check_positive("length", self.length)
+        checks.check_flag("masked", self.masked)
+        if self.vocab is not None:
+            checks.check_positive("vocab", self.vocab, least=2)
+
+    def _file(self) -> TokenFile:
+        return TokenFile(BUILT_IN if self.data is None else self.data, self.vocab)
+
+    def examples(self, split: str) -> Examples:
+        """Windows of the first nine tenths, or of the last one."""
+        file = self._file()
+        border = len(file) - len(file) // 10
+        begin, end = (0, border) if split == "train" else (border, len(file))
+        if end - begin <= self.length + 1:
+            raise DataError(
+                f"{str(file.path)!r} has {end - begin} tokens for {split}ing, too few for one window of "
+                f"length={self.length}; use a larger file or a smaller length (--set length=)"
+            )
+        return _Windows(file, begin, end, self.length, self.masked, random=split == "train")
+
+    def build(self, model: Mapping[str, Any]) -> TaskModel:
+        """A decoder over the bytes, or an encoder over the bytes and a mask token."""
+        vocab = self._file().vocab
+        return MaskedModel(vocab + 1, model) if self.masked else CausalModel(vocab, model)
+
+    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
+        """Bits per byte (per token of .npy files), perplexity per byte, and accuracy."""
+        figures = token_metrics(totals)
+        bits = figures["loss"] / math.log(2)
+        return {**figures, "bits_per_byte": bits, "perplexity": math.exp(min(figures["loss"], 700.0))}
+
+    def finish(self, model: Any, folder: Path, seed: int) -> dict[str, Any]:
+        """A causal byte model writes a sample of 256 bytes, where its mechanism can be run token by token."""
+        if self.masked or self.vocab is not None or not all(m.recurrent for m in model.backbone.mechanisms()):
+            return {}
+        prompt = self._file().window(0, 32).unsqueeze(0)
+        generator = torch.Generator().manual_seed(seed)
+        device = next(model.parameters()).device
+        tokens = generate(model.backbone.cpu(), prompt, 256, temperature=0.8, generator=generator)[0]
+        model.backbone.to(device)
+        (folder / "sample.txt").write_bytes(bytes([*prompt[0].tolist(), *tokens.tolist()]))
+        return {"sample": "sample.txt"}

@@ -1,0 +1,119 @@
+"""Checkpoints: a folder per step that is either complete or not there, and never holds code.
+
+    step-00000100/model.safetensors        weights and buffers
+                  optimizer.safetensors    AdamW's moments and step counts, by parameter name
+                  state.json               step, position in the data, generators, redraw counter
+
+The folder is written under another name, reaches the disk, and takes its name in one step: `kill -9` at any moment
+leaves the one before. Nothing is pickled, so loading a checkpoint never runs what somebody put into it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..lab.record import write_json
+
+__all__ = ["CHECKPOINT_VERSION", "latest", "load", "prune", "save"]
+
+# Raised when a field changes its meaning.
+CHECKPOINT_VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def _sync(path: Path) -> None:
+    """Make sure that a file or folder has reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted(found)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder`, or None."""
+    found = _steps(folder)
+    return found[-1][1] if found else None
+
+
+def save(
+    folder: Path, step: int, weights: dict[str, Tensor], moments: dict[str, Tensor], state: dict[str, Any]
+) -> Path:
+    """Write the checkpoint of `step` into `folder`; an existing one of that step is left alone."""
+    target = folder / f"step-{step:08d}"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=folder))
+    try:
+        for name, tensors in (("model", weights), ("optimizer", moments)):
+            # Copies: tied weights share memory, which the format refuses.
+            whole = {key: x.detach().cpu().contiguous().clone() for key, x in tensors.items()}
+            save_file(whole, draft / f"{name}.safetensors")
+            _sync(draft / f"{name}.safetensors")
+        write_json(draft / "state.json", {"version": CHECKPOINT_VERSION, "step": step, **state})
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(draft, 0o777 & ~mask)  # mkdtemp makes it private
+        _sync(draft)
+        os.rename(draft, target)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    return target
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what killed runs left half-written."""
+    for _, path in _steps(folder)[:-keep]:
+        # Renamed first: a folder that is half removed must not pass for a checkpoint.
+        gone = path.with_name(f".{path.name}.old")
+        os.rename(path, gone)
+        shutil.rmtree(gone)
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"the checkpoint file {path} cannot be read ({error}); it is missing or damaged. Remove the folder "
+            f"{path.parent.name} to go on from the checkpoint before it"
+        ) from None
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """(weights, moments, state) of a checkpoint folder."""
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"the checkpoint file {path / 'state.json'} cannot be read ({error}); remove the folder {path.name} to go "
+            "on from the checkpoint before it"
+        ) from None
+    version = state.get("version")
+    if version != CHECKPOINT_VERSION:
+        raise ValueError(
+            f"the checkpoint {path} has version {version!r}, this subquad reads version {CHECKPOINT_VERSION}"
+        )
+    return _tensors(path / "model.safetensors"), _tensors(path / "optimizer.safetensors"), state

@@ -1,0 +1,56 @@
+"""What a run says about itself: `metrics.jsonl`, one JSON object per line, and TensorBoard event files beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Records", "read_records"]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file; a last line that a killed run left half-written is dropped."""
+    if not path.is_file():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+class Records:
+    """Appends metrics; after a resume the lines of steps that are computed again are dropped first."""
+
+    def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = [record for record in read_records(self.path) if record["step"] <= step]
+        draft = self.path.with_suffix(".tmp")
+        draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(draft, self.path)
+        self.file = self.path.open("a", encoding="utf-8")
+        self.board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, kind: str, step: int, figures: dict[str, float]) -> None:
+        """One line, on the disk at once as far as this process is concerned."""
+        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}  # NaN is not JSON
+        self.file.write(json.dumps({"kind": kind, "step": step, **finite}, allow_nan=False) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in figures.items():
+                self.board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush and close both."""
+        self.file.close()
+        if self.board is not None:
+            self.board.close()

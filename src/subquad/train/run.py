@@ -1,0 +1,142 @@
+"""What a run is: task, model and settings, kept as `run.json` in its folder and compared before a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..lab.record import write_json
+from ..nn.config import mechanism_data
+from ..tasks import get_task
+from ..tasks.base import Task, TaskModel
+from . import checkpoint
+from .settings import Settings
+
+__all__ = ["RUN_VERSION", "Run", "load_trained"]
+
+RUN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A task, the fields of its model, and settings; `model` needs `mechanism`, the rest has the task's defaults."""
+
+    task: Task
+    model: Mapping[str, Any]
+    settings: Settings
+
+    @classmethod
+    def of(
+        cls,
+        task: Task | str,
+        mechanism: Any = "performer",
+        *,
+        model: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Run:
+        """A run from a task (or its name and options) with the task's own defaults for all that is not given.
+
+        >>> Run.of("copy", "linear", settings={"steps": 5}, length=8).settings.steps
+        5
+        """
+        if options and not isinstance(task, str):
+            raise TypeError(
+                f"options {sorted(options)} belong to a task's name; {type(task).__name__} has its own already"
+            )
+        made = get_task(task).from_options(options) if isinstance(task, str) else task
+        chosen = Settings.from_dict({**made.training, **(settings or {})})
+        # A seed for the mechanisms: without one they would take it from torch's generator, and resume with another.
+        fields = {"seed": chosen.seed, **made.model, **(model or {}), "mechanism": mechanism}
+        return cls(made, fields, chosen)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; refuses what has no JSON form."""
+        model = {key: mechanism_data(key, value) for key, value in self.model.items()}
+        return {
+            "version": RUN_VERSION,
+            "task": self.task.name,
+            "options": self.task.to_dict(),
+            "model": model,
+            "settings": self.settings.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Run:
+        """What `to_dict` gave."""
+        if data.get("version") != RUN_VERSION:
+            raise ValueError(f"the run has version {data.get('version')!r}, this subquad reads version {RUN_VERSION}")
+        task = get_task(data["task"]).from_options(data["options"])
+        return cls(task, dict(data["model"]), Settings.from_dict(data["settings"]))
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """The run that was kept in `folder`."""
+        return cls.from_dict(_read(folder))
+
+    def build(self) -> TaskModel:
+        """The model with its first weights, drawn from torch's generator."""
+        return self.task.build(self.model)
+
+    def claim(self, folder: Path, *, resume: bool) -> None:
+        """Make `folder` this run's, or make sure that it is; nothing is written where it is another's."""
+        path = folder / "run.json"
+        mine = json.loads(json.dumps(self.to_dict()))
+        if path.is_file():
+            theirs = _read(folder)
+            wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in _differences(theirs, mine)]
+            if wrong:
+                raise ValueError(
+                    f"{str(folder)!r} holds a run with another configuration, nothing was changed: {'; '.join(wrong)}. "
+                    "Use the same options to resume it, or another --out for a new run"
+                )
+            if not resume:
+                raise ValueError(
+                    f"{str(folder)!r} holds this run already, nothing was changed; say --resume to continue it, or "
+                    "give another --out"
+                )
+            return
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(
+                f"{str(folder)!r} exists and is not a run's folder, nothing was changed; give another --out"
+            )
+        write_json(path, mine)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{str(folder)!r} holds no run ({error}); expected a folder that `subquad train` wrote"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); the run cannot be resumed") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield name, old, new
+
+
+def load_trained(folder: str | Path) -> tuple[Run, TaskModel, int]:
+    """(run, model, step) of the newest checkpoint in a run's folder, on the CPU, in evaluation mode."""
+    folder = Path(folder)
+    run = Run.read(folder)
+    newest = checkpoint.latest(folder / "checkpoints")
+    if newest is None:
+        raise ValueError(f"{str(folder)!r} holds no checkpoint yet; train it first")
+    weights, _, state = checkpoint.load(newest)
+    model = run.build()
+    model.load_state_dict(weights)
+    return run, model.eval(), int(state["step"])

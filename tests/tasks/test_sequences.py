@@ -1,0 +1,222 @@
+"""Text, proteins, ListOps and documents: what they read is what is there, and what cannot be used is named."""
+
+import gzip
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from subquad.tasks.base import DataError, generator_for
+from subquad.tasks.documents import Documents
+from subquad.tasks.fasta import FastaFile
+from subquad.tasks.heads import IGNORED, mask_tokens
+from subquad.tasks.listops import SYMBOLS, Listops, evaluate
+from subquad.tasks.protein import BEGIN, MASK, Protein
+from subquad.tasks.text import Text
+from subquad.tasks.token_file import TokenFile
+
+
+def item(task: Any, split: str, index: int = 0, draw: int = 0) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = task.examples(split).item(index, generator_for(split, 0, draw))
+    return found
+
+
+# -- text -----------------------------------------------------------------------------------------------------------
+
+
+def test_text_targets_are_the_next_bytes_and_splits_do_not_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(i % 251 for i in range(2000)))
+    task = Text(data=str(path), length=16)
+    for draw in range(30):
+        one = item(task, "train", 0, draw)
+        assert torch.equal(one["targets"][:-1], one["tokens"][1:])
+        assert torch.equal((one["tokens"] + 1) % 251, one["targets"])
+    valid = task.examples("valid")
+    seen = torch.cat([valid.item(i, torch.Generator())["tokens"] for i in range(len(valid))])
+    assert seen.tolist() == [i % 251 for i in range(1800, 1800 + len(seen))]
+
+
+def test_masking_hides_a_share_and_keeps_the_rest() -> None:
+    tokens = torch.arange(10_000) % 50
+    seen, targets = mask_tokens(tokens, 0.15, 50, 50, torch.Generator().manual_seed(0))
+    chosen = targets != IGNORED
+    assert 0.13 < float(chosen.float().mean()) < 0.17
+    assert torch.equal(seen[~chosen], tokens[~chosen])
+    assert torch.equal(targets[chosen], tokens[chosen])
+    assert 0.77 < float((seen[chosen] == 50).float().mean()) < 0.83
+    one = mask_tokens(torch.tensor([3]), 0.0, 50, 50, torch.Generator().manual_seed(0))
+    assert one[1].tolist() == [3]  # never nothing to predict
+
+
+def test_a_file_larger_than_what_may_be_read_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "huge.bin"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a sparse terabyte: far larger than memory, no room on the disk
+        file.seek(5)
+        file.write(b"hello")
+    task = Text(data=str(path), length=8)
+    assert task.examples("train").file.window(4, 7).tolist() == [0, *b"hello", 0]  # type: ignore[attr-defined]
+    assert item(task, "train", 0, 3)["tokens"].tolist() == [0] * 8
+    again = pickle.loads(pickle.dumps(TokenFile(path)))  # to a worker process: a path, not a terabyte
+    assert len(again) == 1 << 40
+
+
+def test_token_ids_in_npy_files(tmp_path: Path) -> None:
+    path = tmp_path / "ids.npy"
+    np.save(path, np.arange(1000, dtype=np.uint16))
+    assert item(Text(data=str(path), length=8, vocab=1000), "valid")["tokens"].tolist() == list(range(900, 908))
+    with pytest.raises(DataError, match="vocab="):
+        Text(data=str(path)).examples("train")
+    with pytest.raises(DataError, match=r"holds the id 9\d\d .* outside of 0..vocab-1 = 99"):
+        item(Text(data=str(path), length=8, vocab=100), "valid")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\x93NUMPY\x01\x00v\x00{'descr'", "truncated or of another type"),
+        (b"plain text", "truncated or of another type"),
+        (pickle.dumps({"an": "object"}), "truncated or of another type"),
+    ],
+)
+def test_bad_token_files_are_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"x.npy.*{message}"):
+        Text(data=str(path), vocab=10).examples("train")
+
+
+def test_truncated_and_mixed_arrays_are_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.arange(1000))
+    (tmp_path / "t.npy").write_bytes((tmp_path / "t.npy").read_bytes()[:-100])
+    with pytest.raises(DataError, match="truncated"):
+        TokenFile(tmp_path / "t.npy", 1000)
+    np.save(tmp_path / "f.npy", np.zeros((3, 3)))
+    with pytest.raises(DataError, match=r"shape \(3, 3\) and type float64"):
+        TokenFile(tmp_path / "f.npy", 10)
+    (tmp_path / "short.txt").write_bytes(b"too short")
+    with pytest.raises(DataError, match="too few for one window"):
+        Text(data=str(tmp_path / "short.txt")).examples("train")
+    with pytest.raises(DataError, match="is a folder"):
+        Text(data=str(tmp_path)).examples("train")
+
+
+# -- proteins ---------------------------------------------------------------------------------------------------------
+
+FASTA = b">one first\nACDE\nFGHI\n>two\r\nacdx*\r\n" + b"".join(b">n%d\nMKVL-W\n" % i for i in range(18))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fasta_records(packed: bool, tmp_path: Path) -> None:
+    path = tmp_path / ("a.fasta.gz" if packed else "a.fasta")
+    path.write_bytes(gzip.compress(FASTA) if packed else FASTA)
+    file = FastaFile(path)
+    assert len(file) == 20
+    assert file.sequence(0).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert file.sequence(1).tolist() == [0, 1, 2, 24]
+    assert file.sequence(19).tolist() == [10, 8, 17, 9, 18]
+    masked, causal = (item(Protein(data=str(path), length=6, causal=causal), "train") for causal in (False, True))
+    chosen = masked["targets"] != IGNORED
+    assert len(masked["tokens"]) == 6
+    assert set(masked["tokens"][~chosen].tolist()) <= set(range(8))
+    assert int(masked["tokens"].max()) <= MASK
+    assert int(causal["tokens"][0]) == BEGIN
+    assert torch.equal(causal["tokens"][1:], causal["targets"][:-1])
+    assert len(Protein(data=str(path)).examples("valid")) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"ACDEF\n", "begins with"),
+        (b">a\nAC1D\n" * 20, "holds '1', which is no residue"),
+        (b">a\n\n" * 20, "has no residues"),
+    ],
+)
+def test_bad_fasta_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.fasta"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"bad.fasta.*{message}"):
+        item(Protein(data=str(path)), "train")
+
+
+def test_eight_thousand_residues_in_one_batch() -> None:
+    task = Protein(length=8192)
+    batch = task.collate([item(task, "train", draw=draw) for draw in range(2)])
+    assert batch["tokens"].shape[1] > 4096
+    model = task.build({"layers": 1, "heads": 1, "dim": 8, "mechanism": "linear", "seed": 0})
+    assert torch.isfinite(model(batch)["loss"])
+
+
+# -- ListOps ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("7", 7), ("[MED 1 2 9 ]", 2), ("[MED 1 2 ]", 1), ("[SM 9 9 [MIN 4 3 ] ]", 1), ("[MAX [SM 5 6 ] 0 ]", 1)],
+)
+def test_values_of_expressions(text: str, value: int) -> None:
+    assert evaluate(text.split()) == value
+
+
+def test_generated_expressions_are_complete_varied_and_short_enough() -> None:
+    task = Listops(length=60)
+    lengths, labels = [], []
+    for draw in range(200):
+        one = item(task, "train", draw=draw)
+        symbols = [SYMBOLS[i] for i in one["tokens"].tolist()]
+        assert evaluate(symbols) == int(one["label"])
+        lengths.append(len(symbols))
+        labels.append(int(one["label"]))
+    assert max(lengths) <= 60
+    assert max(lengths) > 30
+    assert len(set(labels)) == 10
+    assert max(labels.count(i) for i in range(10)) < 80
+
+
+def test_listops_files(tmp_path: Path) -> None:
+    (tmp_path / "basic_train.tsv").write_text("Source\tTarget\n( ( [MAX 3 ) 4 ] )\t4\n")
+    assert item(Listops(data=str(tmp_path)), "train")["tokens"].tolist() == [10, 3, 4, 14]
+    with pytest.raises(DataError, match=r"holds no basic_val\.tsv"):
+        Listops(data=str(tmp_path)).examples("valid")
+    (tmp_path / "basic_val.tsv").write_text("[MAX 3 4 ]\n")
+    with pytest.raises(DataError, match="line 1: expected an expression, a tab and a digit"):
+        Listops(data=str(tmp_path)).examples("valid")
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_letters_are_signed_by_their_writer_or_not() -> None:
+    task = Documents(length=200)
+    for draw in range(40):
+        one = item(task, "train", draw=draw)
+        text = bytes(one["tokens"].tolist()).decode()
+        assert (text.split()[0] == text.split()[-1]) == bool(one["label"])
+        assert 120 < len(text) <= 200
+
+
+def test_folders_of_labelled_files(tmp_path: Path) -> None:
+    for label in ("no", "yes"):
+        (tmp_path / label).mkdir()
+        for index in range(10):
+            (tmp_path / label / f"{index}.txt").write_text(f"{label} {index} " * 50)
+    task = Documents(data=str(tmp_path), length=64)
+    train, valid = task.examples("train"), task.examples("valid")
+    assert (len(train), len(valid)) == (18, 2)
+    assert [int(valid.item(i, torch.Generator())["label"]) for i in range(2)] == [0, 1]
+    assert bytes(valid.item(1, torch.Generator())["tokens"].tolist()).startswith(b"yes 9 yes")
+    (tmp_path / "yes/0.txt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"0\.txt is empty"):
+        [train.item(i, torch.Generator()) for i in range(18)]
+    (tmp_path / "yes/0.txt").write_bytes(b"PK\0\0")
+    with pytest.raises(DataError, match="no text file"):
+        [train.item(i, torch.Generator()) for i in range(18)]
+    with pytest.raises(DataError, match="of 0 labels"):
+        Documents(data=str(tmp_path / "yes")).examples("train")

@@ -1,0 +1,124 @@
+"""A run that is killed at any moment goes on to the same weights, bit for bit; damaged files are named."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from subquad.train import Running, checkpoint, train
+from subquad.train.records import read_records
+
+from .tiny_runs import QUICK, tensors, tiny
+
+# What can go wrong on resume is all here: dropout, redrawn features, momentum, a schedule, several workers.
+SETTINGS = {"steps": 150, "batch": 4, "redraw_every": 7, "valid_every": 40}
+MECHANISM = {"mechanism": "performer", "num_features": 8}
+CHILD = """
+import json, sys
+from subquad.train import Run, Running, train
+run = Run.from_dict(json.loads(sys.argv[2]))
+train(run, sys.argv[1], running=Running(tensorboard=False, log_every=1, save_every=5, keep=3))
+"""
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def test_kill_minus_nine_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
+    run = tiny(MECHANISM, model={"dropout": 0.2}, **SETTINGS)
+    running = Running(tensorboard=False, log_every=1, save_every=100)
+    train(run, tmp_path / "whole", running=running)
+
+    killed_at = random.SystemRandom().randrange(3, 90)  # any step: the message of a failure shows it
+    folder = tmp_path / "killed"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen([sys.executable, "-c", CHILD, str(folder), json.dumps(run.to_dict())], env=environment)
+    try:
+        deadline = time.monotonic() + 300
+        while lines(folder / "metrics.jsonl") < killed_at:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest is not None
+    assert newest.name < "step-00000150", f"killed too late, after {killed_at}"
+
+    train(run, folder, running=running, resume=True)
+    for name in ("model", "optimizer"):
+        whole, resumed = tensors(tmp_path / "whole", 150, name), tensors(folder, 150, name)
+        assert whole.keys() == resumed.keys()
+        different = [key for key, x in whole.items() if not torch.equal(x, resumed[key])]
+        assert different == [], f"killed after {killed_at} records, resumed from {newest.name}"
+    # The generators, too, and the metrics: as if nothing had happened, except for the clock.
+    states = [
+        json.loads((f / "checkpoints/step-00000150/state.json").read_text()) for f in (tmp_path / "whole", folder)
+    ]
+    assert states[0]["rng"] == states[1]["rng"]
+    records = [
+        [{k: v for k, v in r.items() if k != "seconds"} for r in read_records(f / "metrics.jsonl")]
+        for f in (tmp_path / "whole", folder)
+    ]
+    assert records[0] == records[1]
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    first = train(tiny(), tmp_path, running=QUICK)
+    before = (tmp_path / "checkpoints/step-00000006/model.safetensors").read_bytes()
+    again = train(tiny(), tmp_path, running=QUICK, resume=True)
+    assert (again.status, again.step, again.metrics) == (first.status, first.step, first.metrics)
+    assert (tmp_path / "checkpoints/step-00000006/model.safetensors").read_bytes() == before
+
+
+def test_old_checkpoints_and_half_written_ones_go(tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=Running(tensorboard=False, save_every=1, keep=2))
+    (tmp_path / "checkpoints/.step-00000009.abc").mkdir()
+    train(tiny(), tmp_path, running=Running(tensorboard=False, save_every=1, keep=2), resume=True)
+    checkpoint.prune(tmp_path / "checkpoints", 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"w": torch.ones(2)}
+    checkpoint.save(tmp_path, 1, weights, {}, {})
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_json", full)
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(tmp_path, 2, weights, {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_named(file: str, tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    path = tmp_path / "checkpoints/step-00000006" / file
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match=rf"{file}.*(damaged|remove the folder)"):
+        train(tiny(), tmp_path, running=QUICK, resume=True)
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".json", ".jsonl", ".safetensors"}
+
+
+def test_a_half_written_line_of_metrics_is_dropped(tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"kind": "tr')
+    train(tiny(), tmp_path, running=QUICK, resume=True)
+    assert path.read_text() == whole
