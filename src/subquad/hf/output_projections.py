@@ -75,7 +75,7 @@ def projection_names(model: nn.Module, layers: list[AttentionLayer]) -> list[str
     >>> from transformers import BertConfig, BertModel
     >>> small = BertConfig(vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     >>> model = BertModel(small)
-    >>> [name.split(".", 3)[3] for name in projection_names(model, find_layers(model))]
+    >>> [name.split("attention.")[1] for name in projection_names(model, find_layers(model))]
     ['self.query', 'self.key', 'self.value', 'output.dense']
     """
     names: dict[str, None] = {}
