@@ -5,8 +5,8 @@
 One model (6 layers, 8 heads, dim 512, vocab 256), three kinds of attention with the same shapes: performer and linear
 carry a state of constant size, softmax a key-value cache that is allocated once for the whole context and written in
 place. At every context the next token is computed; all contexts and models are timed in turn. The contexts of the
-recurrent models are really consumed; the cache is filled with random numbers, since its cost does not depend on them.
-A context whose cache would not fit in memory is skipped and said.
+recurrent models are really consumed (once, then repeated over the batch); the cache is filled with random numbers,
+since its cost does not depend on them. A context whose cache would not fit in memory is skipped and said.
 """
 
 import argparse
@@ -84,10 +84,11 @@ def steps(batch: int, contexts: list[int], skipped: list[str]) -> tuple[dict[str
         model, states, done = decoder(choice), None, 0
         for context in contexts:
             while done < context:
-                piece = torch.randint(0, VOCAB, (batch, min(1024, context - done)))
+                piece = torch.randint(0, VOCAB, (1, min(1024, context - done)))
                 _, states = model.scan(piece, states, last_only=True)
                 done += piece.shape[1]
-            add(name, context, model, states, bytes_of(states))
+            repeated = states.select(torch.zeros(batch, dtype=torch.int64))
+            add(name, context, model, repeated, bytes_of(repeated))
     exact = decoder(CachedSoftmax(WIDTH))
     for context in contexts:
         need, free = cache_bytes(batch, context), psutil.virtual_memory().available

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertModel
 import subquad as sq
 from subquad.features.calibration import Calibration
 from subquad.hf.calibration import calibrate_layers
-from subquad.hf.capture import capture
+from subquad.hf.capturing import capture
 from subquad.hf.head_groups import HeadGroups
 
 SDERF = {"features": "sderf", "center": True, "antithetic": True, "num_features": 32, "seed": 0}
@@ -101,7 +101,7 @@ def test_statistics_of_other_heads_are_refused(bert):
 
 def test_sharp_and_local_heads_are_seen_as_such():
     from subquad.hf.calibration import LayerStatistics
-    from subquad.hf.capture import LayerSample
+    from subquad.hf.capturing import LayerSample
 
     angle = torch.arange(200)[:, None] * torch.tensor([0.05, 0.21, 0.4, 0.9])
     path = 4 * torch.cat([angle.cos(), angle.sin()], -1)

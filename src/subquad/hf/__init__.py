@@ -10,7 +10,7 @@ from . import versions  # noqa: F401
 from .cache import StateCache, StateLayer
 from .calibration import LayerStatistics, calibrate_layers
 from .callbacks import RedrawCallback
-from .capture import LayerSample, capture
+from .capturing import LayerSample, capture
 from .configuration import SubquadConfig
 from .conversion import convert, revert
 from .distillation import DistillationReport, distill

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..features.calibration import Calibration
 from ..features.random import ExponentialFeatures
 from ..mechanisms import Mechanism
-from .capture import LayerSample, capture
+from .capturing import LayerSample, capture
 from .head_groups import HeadGroups
 
 __all__ = ["LayerStatistics", "calibrate_layers"]

@@ -16,7 +16,7 @@ from torch import nn
 from ..features.calibration import Calibration
 from ..mechanisms import Mechanism
 from ..nn.choice import make_mechanism, per_layer
-from .capture import LayerSample, select_layers
+from .capturing import LayerSample, select_layers
 from .families import AttentionLayer, find_layers
 from .head_groups import HeadGroups
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..mechanisms import Mechanism
 from .attachment import attach, detach, implementations, record_conversion
-from .capture import LayerSample, capture
+from .capturing import LayerSample, capture
 from .choice import Assignment, assign, known_layers, needs_calibration, seen_as
 from .conversion_report import ConversionReport, Errors, LayerReport, total_tokens
 from .interface import mechanism_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..mechanisms import Mechanism, create
 from ..mechanisms.softmax import Softmax
-from .capture import LayerSample
+from .capturing import LayerSample
 from .families import AttentionLayer
 
 __all__ = ["ConversionReport", "Errors", "LayerReport", "describe", "uniform_output"]

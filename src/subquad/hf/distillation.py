@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .. import checks
 from ..mechanisms.softmax import Softmax
-from .capture import capture, run
+from .capturing import capture, run
 from .choice import known_layers
 from .distillation_state import Checkpoint, Stage
 from .interface import mechanism_of

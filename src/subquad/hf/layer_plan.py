@@ -28,7 +28,7 @@ from ..mechanisms import Mechanism, create
 from ..mechanisms.softmax import Softmax
 from ..planning.cost import attention_costs
 from .calibration import LayerStatistics, gather
-from .capture import LayerSample, capture
+from .capturing import LayerSample, capture
 from .choice import known_layers
 from .conversion_report import describe, uniform_output
 from .families import AttentionLayer

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.hf.capture import run
+from subquad.hf.capturing import run
 from subquad.lab.measure import interleave
 from subquad.lab.memory import _high_water, _reset_high_water
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.hf.capture import run
+from subquad.hf.capturing import run
 
 __all__ = ["KINDS", "figure", "kind_of", "read_documents", "to_batches"]
 

@@ -35,7 +35,7 @@ __all__ = ["Hybrid"]
 
 def _make_far(far: object, head_dim: int, heads: int | None, kv_heads: int | None) -> Kernelised:
     """The far mechanism from a name, a dict of options with "mechanism", or an object."""
-    from . import create  # the dict of names lists this file as well
+    from . import create, list_mechanisms  # the dict of names lists this file as well
 
     if isinstance(far, dict):
         options = dict(far)
@@ -51,6 +51,7 @@ def _make_far(far: object, head_dim: int, heads: int | None, kv_heads: int | Non
                 raise ValueError(f"far was made with {argument}={given}, hybrid with {argument}={value}")
         made = create(name, head_dim, heads, kv_heads, **options)
     elif isinstance(far, str):
+        checks.check_option("far", far, list_mechanisms())
         made = create(far, head_dim, heads, kv_heads)
     elif isinstance(far, Mechanism):
         made = create(far, head_dim)
