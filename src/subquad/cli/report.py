@@ -25,7 +25,7 @@ def report(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths, draws and inputs: half a minute.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the folder's JSON file already holds.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(help="For all measurements together; 160 if absent, 30 with --quick.")
+        float | None, typer.Option(help="For all measurements together; 154 if absent, 30 with --quick.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Folder of a pretrained transformers model: adds a plan for every layer.")

@@ -28,7 +28,7 @@ class Settings:
     recommend_steps:  numbers of random features that a recommendation chooses from
     """
 
-    seconds: float = 160.0
+    seconds: float = 154.0
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
     longest_training: int = 4096
     mechanisms: tuple[str, ...] | None = None

@@ -158,7 +158,9 @@ def spectrum_figures(notebook: Notebook, settings: Settings) -> list[Figure]:
             "spectrum", "How low-rank is attention?",
             "Share of the spectrum in the largest singular values, as in the Linformer papers. Flat attention is "
             "nearly rank one, which is why low-rank methods look good on it; sharp attention needs most directions, "
-            "and no fixed rank will do.",
+            "and no fixed rank will do. (The linear form of 'Revisiting Linformer' is printed with both softmaxes over "
+            "the wrong axis, so that its rows do not sum to one; separable-linformer here takes queries over "
+            "features and keys over tokens, as efficient attention does.)",
             "% of the singular values", "% of the spectrum", curves, [show, sizes], x_log=False, y_log=False,
             legend=True,
         ),
