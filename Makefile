@@ -102,6 +102,7 @@ peers: $(PEERS)/.installed
 	@mkdir -p results
 	$(PEERS)/bin/python benchmarks/peers.py --json results/peers.json
 	$(PEERS)/bin/python benchmarks/peers_choices.py --json results/peers_choices.json
+	$(PEERS)/bin/python benchmarks/migration.py
 
 # The pages, into site/. The message that it silences advertises another tool.
 docs: setup

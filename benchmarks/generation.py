@@ -90,6 +90,9 @@ def steps(batch: int, contexts: list[int], skipped: list[str]) -> tuple[dict[str
             repeated = states.select(torch.zeros(batch, dtype=torch.int64))
             add(name, context, model, repeated, bytes_of(repeated))
     exact = decoder(CachedSoftmax(WIDTH))
+    linears = [(m, torch.randn(batch, 1, m.in_features)) for m in exact.modules() if isinstance(m, torch.nn.Linear)]
+    # What every model pays whatever its attention: each weight is read once per step.
+    calls["weights"] = lambda: [linear(x) for linear, x in linears]
     for context in contexts:
         need, free = cache_bytes(batch, context), psutil.virtual_memory().available
         if need > 0.7 * free:
@@ -122,6 +125,8 @@ def main() -> None:
             calls, carried = steps(batch, contexts, record["skipped"])
             timings = interleave(calls, runs=given.runs, warmup=2)
             print(f"\nbatch {batch}: ms per step, MiB carried, and how much faster than softmax with its cache")
+            record["rows"].append({"batch": batch, "model": "weights", "ms": timings["weights"].best * 1e3})
+            print(f"  reading the weights alone: {timings['weights'].best * 1e3:.2f} ms")
             for context in contexts:
                 exact = timings.get(f"softmax@{context}")
                 for name in [*RECURRENT, "softmax"]:

@@ -163,7 +163,7 @@ def show(row: dict[str, Any]) -> None:
 
 def million(piece: int = 8192) -> dict[str, Any]:
     """A scan over 1,000,000 tokens in pieces: resident memory, finiteness, and the prefix against the parallel form."""
-    from subquad.lab.memory import _resident
+    from subquad.lab.memory import resident_memory
 
     attend = sq.create("performer", D, num_features=M, seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -180,7 +180,7 @@ def million(piece: int = 8192) -> dict[str, Any]:
             if not bool(out.isfinite().all()):
                 raise RuntimeError(f"not finite after {done} tokens")
             done += size
-            resident.append(_resident() / MIB)
+            resident.append(resident_memory() / MIB)
     took = time.perf_counter() - start
     q, k, v, pieces = (torch.cat(x, 2) for x in zip(*prefix, strict=True))
     with torch.no_grad():

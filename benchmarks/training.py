@@ -19,7 +19,7 @@ import torch
 
 import subquad as sq
 from subquad.lab import machine, write_json
-from subquad.lab.memory import _high_water, _reset_high_water
+from subquad.lab.memory import high_water, reset_high_water
 
 DIM, HEADS, VOCAB = 768, 12, 256
 MODELS: dict[str, Any] = {
@@ -49,9 +49,9 @@ def child(job: dict[str, Any]) -> dict[str, float]:
         return time.perf_counter() - began
 
     step(128)  # the optimiser's state and the gradients are there before the mark is set
-    before = _reset_high_water()
+    before = reset_high_water()
     seconds = min(step(job["length"]) for _ in range(job["steps"]))
-    return {"seconds": seconds, "peak_bytes": _high_water() - before}
+    return {"seconds": seconds, "peak_bytes": high_water() - before}
 
 
 def run(job: dict[str, Any]) -> dict[str, float]:

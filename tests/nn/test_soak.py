@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.lab.memory import _resident
+from subquad.lab.memory import resident_memory
 
 
 @pytest.mark.deep
@@ -20,8 +20,8 @@ def test_a_million_tokens_in_constant_memory(mechanism: str) -> None:
     ):
         assert tokens.shape == (batch,)
         if step == steps // 10:
-            settled = _resident()
+            settled = resident_memory()
     assert settled is not None
     # sample() refuses NaN logits, so arriving here means that all of them were numbers.
     assert step + 1 == steps
-    assert _resident() - settled < 16 << 20, "memory grows with the number of tokens"
+    assert resident_memory() - settled < 16 << 20, "memory grows with the number of tokens"

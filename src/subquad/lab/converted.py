@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from subquad.hf.capturing import run
 from subquad.lab.measure import interleave
-from subquad.lab.memory import _high_water, _reset_high_water
+from subquad.lab.memory import high_water, reset_high_water
 
 __all__ = ["lengthened", "memory_of", "pays_from", "time_models"]
 
@@ -135,9 +135,9 @@ def _child(folder: str, lengths: Sequence[int]) -> None:
         run(model, _tokens(model, 64))
         for length in lengths:
             batch = _tokens(model, length)
-            before = _reset_high_water()
+            before = reset_high_water()
             run(model, batch)
-            print(json.dumps({"length": length, "bytes": max(0, _high_water() - before)}), flush=True)
+            print(json.dumps({"length": length, "bytes": max(0, high_water() - before)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "peak_memories", "peak_memory"]
+__all__ = ["available_memory", "high_water", "peak_memories", "peak_memory", "reset_high_water", "resident_memory"]
 
 _DEFAULTS: dict[str, Any] = {
     "options": {}, "batch": 1, "heads": 8, "head_dim": 64, "is_causal": False, "backward": False, "backend": None,
@@ -148,14 +148,14 @@ def _forked(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _resident() -> int:
+def resident_memory() -> int:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("no VmRSS in /proc/self/status")
 
 
-def _high_water() -> int:
+def high_water() -> int:
     """Peak resident bytes since the last reset (Linux), or since the start of the process (elsewhere)."""
     try:
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
@@ -169,16 +169,16 @@ def _high_water() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _reset_high_water() -> int:
+def reset_high_water() -> int:
     """Start the mark anew where the system allows it; returns the level to compare with."""
     with contextlib.suppress(OSError, AttributeError):
         # What the warm-up freed would be used again, unseen; hand it back first (glibc).
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-        return _resident()
+        return resident_memory()
     except OSError:
-        return _high_water()
+        return high_water()
 
 
 def _child(job: dict[str, Any]) -> dict[str, Any]:
@@ -206,9 +206,9 @@ def _child(job: dict[str, Any]) -> dict[str, Any]:
     with torch.set_grad_enabled(job["backward"]):
         run(*inputs(128))
         q, k, v = inputs(job["length"])
-        before = _reset_high_water()
+        before = reset_high_water()
         out = run(q, k, v)
-    extra = _high_water() - before
+    extra = high_water() - before
     return {"extra_bytes": extra, "tensor_bytes": sum(x.numel() * x.element_size() for x in (q, k, v, out))}
 
 
