@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | format | bench | peers | docs | native | clean
+# make demo | test | test-all | triton | coverage | lint | format | bench | peers | docs | native | clean
 # Needs python3 (>= 3.10) and make. A C++ compiler is used where there is one; without it the package is pure Python.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,6 +8,7 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.subquad-installed
 BUILT := build/.native-built
 PEERS := .venv-peers
+TRITON := build/triton
 CSRC  := $(wildcard CMakeLists.txt) $(wildcard csrc/*) $(wildcard csrc/*/*)
 
 # pip must neither read a user's own packages nor ask the network whether it is the newest.
@@ -16,7 +17,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONNOUSERSITE := 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo browser test test-all lint format bench peers docs setup native clean
+.PHONY: demo browser test test-all triton coverage lint format bench peers docs setup native clean
 
 # The stamp makes the second run immediate; it is written last, so an interrupted installation starts again.
 $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
@@ -82,9 +83,23 @@ browser:
 test: setup lint browser
 	$(BIN)/python -m pytest -n $(JOBS)
 
+# The GPU kernels under Triton's interpreter, and compiled for a GPU without having one. Triton is a download of 290 MB, in
+# a folder of its own: with it in reach torch itself would behave differently.
+$(TRITON)/.installed: $(STAMP) constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --target $(TRITON) triton
+	@touch $@
+
+triton: setup $(TRITON)/.installed
+	PYTHONPATH=$(abspath $(TRITON)) $(BIN)/python -m pytest -n $(JOBS) tests/kernels/triton_interpreted.py
+
 # A second -m replaces the one of pyproject.toml, so this runs both kinds.
-test-all: setup lint browser
+test-all: setup lint browser $(if $(filter Linux,$(shell uname -s)),triton)
 	$(BIN)/python -m pytest -n $(JOBS) -m "deep or not deep"
+
+# Lines and branches together; slower than `test`, so it is not part of it. build/coverage/index.html shows what is missing.
+coverage: setup browser
+	@rm -f .coverage .coverage.*
+	$(BIN)/python -m pytest -n $(JOBS) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage --cov-fail-under=92
 
 # The other libraries, in an environment of their own: they are old and must not shape ours. fast-transformers
 # compiles against the installed torch, and tries CUDA as soon as it sees nvcc, hence the bare PATH.
@@ -110,5 +125,5 @@ docs: setup
 	@echo "site/index.html"
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist results site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist results site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

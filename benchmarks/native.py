@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.features.base import FeatureMap
+from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures
 from subquad.kernels import chunked, native, native_library, native_operators
 from subquad.state import LinearState
@@ -180,6 +181,39 @@ def decode(repeats: int) -> list[Results]:
     return rows
 
 
+def taylor(length: int, repeats: int) -> list[Results]:
+    """Degree-2 products formed inside the kernels, features computed by torch first, and the chunked backend."""
+    rows = []
+    print(f"\nTaylor degree 2, H{HEADS} E64 L{length}, forward: products formed in the kernels over the two other ways")
+    for dim in (16, 32, 64):
+        phi = PolynomialFeatures(dim)
+        q, k, _ = inputs(length, dim)
+        v = torch.randn(1, HEADS, length, 64)
+        for causal in (False, True):
+
+            def stored(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, phi: Any = phi) -> object:
+                form, query_features, key_features = native._inputs(phi, q, k, q.shape[-1] ** -0.5)
+                tensors = (query_features, key_features, v, native.NO_MASK, [])
+                return native_operators.call_forward(*tensors, *form[:5], causal, True, keep=False)
+
+            runs: dict[str, Callable[[], object]] = {
+                "products": partial(attention, native, phi, q, k, v, causal),
+                "stored": stored,
+                "chunked": partial(attention, chunked, phi, q, k, v, causal),
+            }
+            with torch.no_grad():
+                times = best(runs, repeats)
+            row: Results = {"dim": dim, "causal": causal, "features": phi.num_features}
+            row |= {f"{name}_ms": t * 1e3 for name, t in times.items()}
+            rows.append(row)
+            print(
+                f"  D{dim:<4d} M{phi.num_features:<5d}{'causal' if causal else 'full':7s} {row['products_ms']:7.1f} ms"
+                f"   features by torch first {times['stored'] / times['products']:.1f}x"
+                f"   chunked {times['chunked'] / times['products']:.1f}x"
+            )
+    return rows
+
+
 def crossover(repeats: int) -> list[Results]:
     """From which length on the native kernels are faster than torch's softmax attention."""
     rows = []
@@ -245,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short sequences, few repeats")
     parser.add_argument("--threads", type=int, help="torch threads; torch's default unless given")
-    parser.add_argument("--only", default="shares,hadamard,decode,crossover,neighbour")
+    parser.add_argument("--only", default="shares,hadamard,decode,taylor,crossover,neighbour")
     parser.add_argument("--json", type=Path, help="write every number there")
     options = parser.parse_args()
     if options.threads:
@@ -259,6 +293,7 @@ def main() -> None:
         "shares": lambda: shares(length, repeats),
         "hadamard": lambda: hadamard(length, repeats),
         "decode": lambda: decode(repeats),
+        "taylor": lambda: taylor(length, repeats),
         "crossover": lambda: crossover(repeats),
         "neighbour": lambda: neighbour(length, repeats),
     }

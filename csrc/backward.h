@@ -71,7 +71,7 @@ static void finish_queries(const Head& hd, const BackWork& bw, long g, long t0, 
   const SqProblem& pr = *hd.pr;
   const long vectors = vectors_for(n);
   features_back(pr, a, bw.big, left, h, vectors, bw.big, bw.total);
-  project_back(pr, hd.q, bw.big, vectors, bw.dx, bw.w.butterfly);
+  project_back(pr, hd.q, a, bw.big, vectors, bw.dx, bw.w.butterfly);
   if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {
     panel(pr.q, hd.b, hd.h * hd.groups + g, t0, queries_in(pr, t0, n), vectors * VL, pr.dim, bw.w.x, bw.w.rows);
     weights_back(pr, hd.q, bw.w.x, bw.total, vectors, bw.dx);
@@ -91,7 +91,7 @@ static void finish_keys(const Head& hd, const BackWork& bw, const Chunk& ch, con
   const SqProblem& pr = *hd.pr;
   const Side& s = hd.k;
   features_back(pr, ch.phi, bw.big, Rz, ch.real, ch.vectors, bw.big, bw.total);
-  project_back(pr, s, bw.big, ch.vectors, bw.dx, bw.w.butterfly);
+  project_back(pr, s, ch.phi, bw.big, ch.vectors, bw.dx, bw.w.butterfly);
   if (pr.function == SQ_EXP && (s.square != 0.0f || s.tilt)) {
     key_panel(hd, ch.t0, ch.n, ch.lanes, bw.w.x, bw.w.rows);
     weights_back(pr, s, bw.w.x, bw.total, ch.vectors, bw.dx);

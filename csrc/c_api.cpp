@@ -1,6 +1,8 @@
 // The C interface that Python loads, and the choice of instruction set at run time.
 //
 // The widest set that both this build and this CPU have is taken; SUBQUAD_NATIVE_ISA=baseline|avx2|avx512 forces one.
+// avx512bf16 is avx512 with products of bfloat16 pairs, taken if they pass their check on this CPU; bf16-emulated is
+// baseline with the same products in float32 arithmetic, for tests, and only where it is named.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,15 +10,20 @@
 #include "problem.h"
 
 namespace sq_baseline { extern const SqKernels kernels; }
+namespace sq_emulated { extern const SqPairKernels pair_kernels; }
 #ifdef SQ_HAVE_X86
 namespace sq_avx2 { extern const SqKernels kernels; }
 namespace sq_avx512 { extern const SqKernels kernels; }
+#endif
+#ifdef SQ_HAVE_AVX512BF16
+namespace sq_avx512bf16 { extern const SqPairKernels pair_kernels; }
 #endif
 
 namespace {
 
 struct Choice {
   const SqKernels* kernels = nullptr;
+  const SqPairKernels* pairs = nullptr;
   const char* name = "";
   char error[256] = "";
 };
@@ -26,27 +33,35 @@ Choice choose() {
   const char* wanted = std::getenv("SUBQUAD_NATIVE_ISA");
   if (wanted && !*wanted) wanted = nullptr;
   bool known = false;
-  auto offer = [&](const char* name, const SqKernels& kernels, bool has) {
+  auto offer = [&](const char* name, const SqKernels& kernels, bool has, const SqPairKernels* pairs = nullptr) {
     if (wanted && std::strcmp(wanted, name) != 0) return;
     known = true;
-    if (has) best.kernels = &kernels, best.name = name;
+    if (has && (!pairs || pairs->check())) best.kernels = &kernels, best.pairs = pairs, best.name = name;
   };
   offer("baseline", sq_baseline::kernels, true);
 #ifdef SQ_HAVE_X86
   __builtin_cpu_init();
   offer("avx2", sq_avx2::kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
-  offer("avx512", sq_avx512::kernels,
-        __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"));
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+  offer("avx512", sq_avx512::kernels, wide);
 #endif
+#ifdef SQ_HAVE_AVX512BF16
+  offer("avx512bf16", sq_avx512::kernels, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
+#endif
+  if (wanted) offer("bf16-emulated", sq_baseline::kernels, true, &sq_emulated::pair_kernels);
   if (!best.kernels)
     std::snprintf(best.error, sizeof best.error,
                   known ? "SUBQUAD_NATIVE_ISA=%.32s: this CPU does not have these instructions; unset the variable or "
                           "choose baseline"
                         : "SUBQUAD_NATIVE_ISA=%.32s is not an instruction set of this build; expected baseline"
 #ifdef SQ_HAVE_X86
-                          ", avx2 or avx512"
+                          ", avx2, avx512"
 #endif
+#ifdef SQ_HAVE_AVX512BF16
+                          ", avx512bf16"
+#endif
+                          " or bf16-emulated"
                   ,
                   wanted ? wanted : "");
   return best;
@@ -57,12 +72,19 @@ const Choice& chosen() {
   return choice;
 }
 
+// Where rounding features to bfloat16 is no worse than rounding the result to it: there is a result, it is rounded to
+// bfloat16, no backward needs the state, and no weight is negative (a normaliser near 0 would blow the rounding up).
+bool wants_pairs(const SqProblem& p) {
+  return chosen().pairs && p.length_q > 0 && p.v.dtype == SQ_BFLOAT16 && p.out.dtype == SQ_BFLOAT16 && p.normalise &&
+         !p.differentiable && p.function != SQ_IDENTITY && p.function != SQ_TAYLOR;
+}
+
 }  // namespace
 
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
 // The version of the structures in problem.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 2; }
+SQ_API int64_t subquad_abi() { return 3; }
 SQ_API int64_t subquad_problem_size() { return sizeof(SqProblem); }
 SQ_API int64_t subquad_hybrid_size() { return sizeof(SqHybrid); }
 SQ_API int64_t subquad_step_size() { return sizeof(SqStep); }
@@ -70,7 +92,9 @@ SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
 SQ_API const char* subquad_error() { return chosen().error; }
-SQ_API int subquad_forward(const SqProblem* p) { return chosen().kernels->forward(p); }
+SQ_API int subquad_forward(const SqProblem* p) {
+  return (wants_pairs(*p) ? chosen().pairs->forward : chosen().kernels->forward)(p);
+}
 SQ_API int subquad_backward(const SqProblem* p) { return chosen().kernels->backward(p); }
 SQ_API int subquad_decode(const SqProblem* p) { return chosen().kernels->decode(p); }
 SQ_API int subquad_project(const SqProblem* p, float* out) { return chosen().kernels->project(p, out); }

@@ -36,6 +36,7 @@ struct Chunk {
 // Scratch shared by all chunks of a worker.
 struct Work {
   float *x, *t, *rows, *out, *butterfly, *level;
+  float* products;  // of the forward (products.h)
 };
 
 SQ_INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }

@@ -8,27 +8,35 @@
 
 namespace SQ_NS {
 
-SQ_INLINE vf vexp(vf x) {
+// N exponentials in step with each other. One alone is a chain of a dozen dependent operations: written one after the
+// other, a few of them fill the processor's queue of waiting operations, and its units run dry.
+template <int N>
+SQ_INLINE void vexp_all(vf* x) {
   // 1.5 * 2^23 + 127: after the addition the low mantissa bits hold n + 127, the exponent field of 2^n.
   const vf magic = splat(12583039.0f);
+  vf t[N], f[N], p[N];
   // n = -127 gives the bit pattern 0, the factor 0.0: underflow and -inf cost one max instead of a select.
-  x = vmax(splat(-88.02969f), x);
-  vf t = x * splat(1.44269504088896341f) + magic;
-  vf n = t - magic;
+  SQ_UNROLL for (int i = 0; i < N; i++) x[i] = vmax(splat(-88.02969f), x[i]);
+  SQ_UNROLL for (int i = 0; i < N; i++) t[i] = x[i] * splat(1.44269504088896341f) + magic;
+  SQ_UNROLL for (int i = 0; i < N; i++) f[i] = t[i] - magic;
 #if defined(__FMA__)
-  vf f = fused(n, splat(-0.693147180559945286f), x);
+  SQ_UNROLL for (int i = 0; i < N; i++) f[i] = fused(f[i], splat(-0.693147180559945286f), x[i]);
 #else
   // Two roundings: n times the short leading part of ln 2 is exact, the rest follows (Cody and Waite).
-  vf f = (x - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+  SQ_UNROLL for (int i = 0; i < N; i++) f[i] = (x[i] - f[i] * splat(0.693359375f)) - f[i] * splat(-2.12194440e-4f);
 #endif
-  vf p = splat(0.001381459878757596f);
-  p = p * f + splat(0.008368716575205326f);
-  p = p * f + splat(0.04166838899254799f);
-  p = p * f + splat(0.1666652113199234f);
-  p = p * f + splat(0.4999999403953552f);
-  p = p * f + splat(1.0f);
-  p = p * f + splat(1.0f);
-  return p * as_float(bits(t) << 23);
+  SQ_UNROLL for (int i = 0; i < N; i++) p[i] = f[i] * splat(0.001381459878757596f) + splat(0.008368716575205326f);
+  SQ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * f[i] + splat(0.04166838899254799f);
+  SQ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * f[i] + splat(0.1666652113199234f);
+  SQ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * f[i] + splat(0.4999999403953552f);
+  SQ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * f[i] + splat(1.0f);
+  SQ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * f[i] + splat(1.0f);
+  SQ_UNROLL for (int i = 0; i < N; i++) x[i] = p[i] * as_float(bits(t[i]) << 23);
+}
+
+SQ_INLINE vf vexp(vf x) {
+  vexp_all<1>(&x);
+  return x;
 }
 
 SQ_INLINE float exp1(float x) {

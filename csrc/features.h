@@ -12,6 +12,7 @@
 #include "gemm.h"
 #include "hadamard.h"
 #include "panels.h"
+#include "taylor.h"
 
 namespace SQ_NS {
 
@@ -41,6 +42,8 @@ static void project(const SqProblem& pr, const Side& s, const float* x, long vec
     gemm(pr.rows, vectors, pr.dim, s.weight, pr.dim, 1, x, LD, p, LD, s.offset ? FROM_BIAS : FROM_ZERO, s.offset);
   } else if (pr.projection == SQ_HADAMARD) {
     hadamard(pr.rows, pr.dim, pr.blocks, s.signs, s.norms, s.offset, x, vectors, p, work);
+  } else if (pr.function == SQ_TAYLOR) {
+    taylor_features(pr.dim, x, vectors, p);
   } else {
     for (long r = 0; r < pr.rows; r++) {
       const vf o = splat(s.offset ? s.offset[r] : 0.0f);
@@ -49,12 +52,15 @@ static void project(const SqProblem& pr, const Side& s, const float* x, long vec
   }
 }
 
-// dx[dim][LD] = W^T dp, the transpose of `project`.
-static void project_back(const SqProblem& pr, const Side& s, const float* dp, long vectors, float* dx, float* work) {
+// dx[dim][LD] = W^T dp, the transpose of `project`; f: the features.
+static void project_back(const SqProblem& pr, const Side& s, const float* f, const float* dp, long vectors, float* dx,
+                         float* work) {
   if (pr.projection == SQ_DENSE) {
     gemm(pr.dim, vectors, pr.rows, s.weight, 1, pr.dim, dp, LD, dx, LD, FROM_ZERO);
   } else if (pr.projection == SQ_HADAMARD) {
     hadamard_back(pr.rows, pr.dim, pr.blocks, s.signs, s.norms, dp, vectors, dx, work);
+  } else if (pr.function == SQ_TAYLOR) {
+    taylor_back(pr.dim, f, dp, vectors, dx);
   } else {
     for (long r = 0; r < pr.rows; r++) memcpy(dx + r * LD, dp + r * LD, sizeof(float) * vectors * VL);
   }
@@ -122,14 +128,26 @@ SQ_INLINE void row_maxima(const float* p, const float* t, long vectors, float* t
   SQ_UNROLL for (int i = 0; i < N; i++) tops[i] = found[i];
 }
 
+// Vectors whose exponentials are computed together; a divisor of those in a chunk.
+constexpr int AT_ONCE = CV % 3 == 0 ? 3 : 4;
+
 // phi = e^{sign p + t + shift} over one row; returns its sum, still spread over lanes.
 template <bool NEGATED>
 SQ_INLINE vf key_row(const float* p, float shift, const float* t, long vectors, float* phi) {
   const vf by = splat(shift);
   vf sum = zero();
-  SQ_UNROLL for (long j = 0; j < vectors; j++) {
-    const vf x = load(p + j * VL), level = load(t + j * VL) + by;
-    const vf e = vexp(NEGATED ? level - x : level + x);
+  long j = 0;
+  SQ_UNROLL for (; j + AT_ONCE <= vectors; j += AT_ONCE) {
+    vf e[AT_ONCE];
+    SQ_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+      const vf x = load(p + (j + i) * VL), level = load(t + (j + i) * VL) + by;
+      e[i] = NEGATED ? level - x : level + x;
+    }
+    vexp_all<AT_ONCE>(e);
+    SQ_UNROLL for (int i = 0; i < AT_ONCE; i++) store(phi + (j + i) * VL, e[i]), sum += e[i];
+  }
+  for (; j < vectors; j++) {
+    const vf x = load(p + j * VL), level = load(t + j * VL) + by, e = vexp(NEGATED ? level - x : level + x);
     store(phi + j * VL, e);
     sum += e;
   }
@@ -247,20 +265,30 @@ static void query_panel(long R, const float* p, const float* level, const float*
     const vi empty = top[n] == splat(MINUS_INF);
     top[n] = as_float(~empty & bits(top[n]));
   }
-  for (long r = 0; r < R; r++) {
-    vf l[NV];
-    SQ_UNROLL for (int n = 0; n < NV; n++) l[n] = load(p + r * LD + n * VL);
-    if (ANTI) {
-      const vf down = splat(level[r + R]), weight = splat(z[r + R]);
-      SQ_UNROLL for (int n = 0; n < NV; n++) {
-        const vf e = vexp((down - l[n]) - top[n]);
-        store(a + (r + R) * LD + n * VL, e);
-        total[n] += e * weight;
-      }
+  // Two vectors of a row and of its mirror image, or of the next row: four exponentials at a time.
+  long r = 0;
+  for (; r + (ANTI ? 1 : 2) <= R; r += ANTI ? 1 : 2) {
+    const long other = ANTI ? r + R : r + 1;
+    const vf first = splat(level[r]), second = splat(level[other]);
+    vf e[2 * NV];
+    SQ_UNROLL for (int n = 0; n < NV; n++) {
+      const vf x = load(p + r * LD + n * VL);
+      e[n] = (x + first) - top[n];
+      e[NV + n] = (ANTI ? second - x : load(p + other * LD + n * VL) + second) - top[n];
     }
+    vexp_all<2 * NV>(e);
+    const vf weight = splat(z[r]), weight_other = splat(z[other]);
+    SQ_UNROLL for (int n = 0; n < NV; n++) {
+      store(a + other * LD + n * VL, e[NV + n]);
+      store(a + r * LD + n * VL, e[n]);
+      total[n] += e[NV + n] * weight_other;
+      total[n] += e[n] * weight;
+    }
+  }
+  for (; r < R; r++) {
     const vf up = splat(level[r]), weight = splat(z[r]);
     SQ_UNROLL for (int n = 0; n < NV; n++) {
-      const vf e = vexp((l[n] + up) - top[n]);
+      const vf e = vexp((load(p + r * LD + n * VL) + up) - top[n]);
       store(a + r * LD + n * VL, e);
       total[n] += e * weight;
     }
@@ -277,10 +305,14 @@ static void query_features(const SqProblem& pr, const Side& s, const float* p, l
     const vf eps = splat(pr.epsilon);
     for (long j = 0; j < vectors; j++) {
       vf total = zero();
-      for (long r = 0; r < R; r++) {
-        const vf f = plain_value(pr.function, load(p + r * LD + j * VL)) + eps;
-        store(a + r * LD + j * VL, f);
-        total += f * splat(z[r]);
+      for (long r = 0; r < R;) {  // sums of sums: thousands of Taylor features would lose digits one by one
+        vf part = zero();
+        for (const long end = r + 64 < R ? r + 64 : R; r < end; r++) {
+          const vf f = plain_value(pr.function, load(p + r * LD + j * VL)) + eps;
+          store(a + r * LD + j * VL, f);
+          part += f * splat(z[r]);
+        }
+        total += part;
       }
       store(Z + j * VL, total);
       store(top + j * VL, zero());

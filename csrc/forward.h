@@ -5,7 +5,11 @@
 // in order. Full attention is cut by shape alone, so its result does not depend on the number of threads.
 #pragma once
 
-#include "chunk.h"
+#ifdef SQ_PAIRS
+#include "pairs.h"
+#else
+#include "products.h"
+#endif
 
 namespace SQ_NS {
 
@@ -77,7 +81,7 @@ static void absorb(const Head& hd, const Work& w, const State& st, Chunk& ch, lo
   for (long t0 = begin; t0 < end; t0 += C) {
     prepare_keys(hd, w, st, t0, end - t0 < C ? end - t0 : C, ch);
     rescale(hd, st, ch);
-    accumulate(hd, st, ch);
+    update_state(hd, w, st, ch);
   }
 }
 
@@ -101,11 +105,11 @@ static void finish(const Head& hd, const Work& w, long head, long t0, long n, co
 }
 
 static void read_all(const Head& hd, const Work& w, const State& st, Chunk& ch, long g, long begin, long end) {
-  const SqProblem& pr = *hd.pr;
+  begin_read(hd, w, st);
   for (long t0 = begin; t0 < end; t0 += C) {
     const long n = end - t0 < C ? end - t0 : C;
     prepare_queries(hd, w, st.c, st.z, g, t0, n, ch.a, ch.Z, ch.top);
-    gemm(pr.width, vectors_for(n), pr.features, st.S, 1, hd.lds, ch.a, LD, w.out, LD, FROM_ZERO);
+    read_state(hd, w, st, ch.a, vectors_for(n));
     finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z);
   }
 }
@@ -126,14 +130,13 @@ static void causal_range(const Head& hd, const Work& w, const State& st, Chunk& 
     return;
   }
   rescale(hd, st, ch);
+  begin_read(hd, w, st);
   for (long g = 0; g < hd.groups; g++) {
-    const float *a = ch.a + g * pr.features * LD, *scores = ch.scores + g * C * LD;
-    gemm(pr.width, ch.vectors, pr.features, st.S, 1, hd.lds, a, LD, w.out, LD, FROM_ZERO);
-    for (long p = 0; p * NV < ch.vectors; p++)
-      gemm(pr.width, NV, (p + 1) * T, ch.values, 1, hd.lds, scores + p * T, LD, w.out + p * T, LD, FROM_C);
+    read_state(hd, w, st, ch.a + g * pr.features * LD, ch.vectors);
+    weigh_values(hd, w, ch, ch.scores + g * C * LD);
     finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z + g * C);
   }
-  accumulate(hd, st, ch);
+  update_state(hd, w, st, ch);
 }
 
 SQ_INLINE float* checkpoint_at(const SqProblem& pr, long index, long segment) {
@@ -196,6 +199,7 @@ static void forward_task(void* context, int64_t task, int64_t) {
     }
     Chunk ch = take_chunk(arena, pr, hd.lds, job.phase == CAUSAL_PIECES, job.phase != ABSORB_PIECES);
     Work w = take_work(arena, pr, hd.lds);
+    w.products = arena.take(product_floats(pr, hd.lds));
     if (!pass) continue;
     const long begin = p * job.piece;
     const long total = job.phase == READ_PIECES ? pr.length_q : pr.length_k;
@@ -258,7 +262,8 @@ static int forward(const SqProblem* problem) {
     if (!job.sums.base) return SQ_NO_MEMORY;
     run_phase(job, ABSORB_PIECES, job.key_pieces, round_up((pr.length_k + job.key_pieces - 1) / job.key_pieces, C));
     run_phase(job, MERGE_PIECES, 1, 0);
-    const long pieces = pieces_for(heads, pr.length_q, 16);
+    // Reading needs no merge, so its pieces may be many: the last ones decide how long the workers wait for each other.
+    const long pieces = pieces_for(heads, pr.length_q, 64);
     if (pr.length_q > 0) run_phase(job, READ_PIECES, pieces, round_up((pr.length_q + pieces - 1) / pieces, C));
   }
   sq_release(job.sums.base);

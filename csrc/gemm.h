@@ -9,15 +9,15 @@
 
 namespace SQ_NS {
 
-enum Start { FROM_ZERO, FROM_C, FROM_BIAS };  // what the sums start from: 0, C itself, or bias[i] in every column
+// What is added to the sums: nothing, C itself, or bias[i] in every column. C is added last: terms that went into it one by
+// one would each be rounded to its size, and a state sums over very many.
+enum Start { FROM_ZERO, FROM_C, FROM_BIAS };
 
 template <int R, int N>
 SQ_INLINE void tile(long K, const float* A, long ai, long ak, const float* B, long ldb, float* Cm, long ldc,
                     Start start, const float* bias) {
   vf s[R][N];
-  if (start == FROM_C) {
-    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = load(Cm + i * ldc + VL * j);
-  } else if (start == FROM_BIAS) {
+  if (start == FROM_BIAS) {
     SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = splat(bias[i]);
   } else {
     SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = zero();
@@ -32,6 +32,8 @@ SQ_INLINE void tile(long K, const float* A, long ai, long ak, const float* B, lo
     A += ak;
     B += ldb;
   }
+  if (start == FROM_C)
+    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += load(Cm + i * ldc + VL * j);
   SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) store(Cm + i * ldc + VL * j, s[i][j]);
 }
 
@@ -66,9 +68,8 @@ SQ_INLINE void strip_of(int rows, long vectors, long K, const float* A, long ai,
 
 // rows x (vectors * VL) product. Rows are dealt out evenly (64 = 9*6 + 2*5, not 10*6 + 4): a short last strip would
 // leave the two FMA units waiting for each other's latency.
-static void gemm(long rows, long vectors, long K, const float* A, long ai, long ak, const float* B, long ldb,
-                 float* Cm, long ldc, Start start, const float* bias = nullptr) {
-  if (rows <= 0 || vectors <= 0) return;
+static void gemm_rows(long rows, long vectors, long K, const float* A, long ai, long ak, const float* B, long ldb,
+                      float* Cm, long ldc, Start start, const float* bias) {
   const long strips = (rows + MR - 1) / MR;
   const long base = rows / strips, longer = rows % strips;
   long i = 0;
@@ -77,6 +78,20 @@ static void gemm(long rows, long vectors, long K, const float* A, long ai, long 
     strip_of(r, vectors, K, A + i * ai, ai, ak, B, ldb, Cm + i * ldc, ldc, start, bias ? bias + i : nullptr);
     i += r;
   }
+}
+
+// Terms per pass over the rows. Where the columns of A lie apart, a strip takes a cache line of A and one of B for each
+// term: with 128 of them both fit into half of the first-level cache and B stays there for the next strip.
+constexpr long DEPTH = 128;
+
+static void gemm(long rows, long vectors, long K, const float* A, long ai, long ak, const float* B, long ldb,
+                 float* Cm, long ldc, Start start, const float* bias = nullptr) {
+  if (rows <= 0 || vectors <= 0) return;
+  if (ak == 1 || K <= DEPTH) return gemm_rows(rows, vectors, K, A, ai, ak, B, ldb, Cm, ldc, start, bias);
+  const long pieces = (K + DEPTH - 1) / DEPTH, piece = (K + pieces - 1) / pieces;
+  for (long k = 0; k < K; k += piece)
+    gemm_rows(rows, vectors, K - k < piece ? K - k : piece, A + k * ak, ai, ak, B + k * ldb, ldb, Cm, ldc,
+              k ? FROM_C : start, bias);
 }
 
 }  // namespace SQ_NS

@@ -2,10 +2,11 @@
 //
 //   block n:  rows n D' .. (n + 1) D' of W are  diag(norms) (H D_k) ... (H D_1),  H the Sylvester matrix, D_i signs
 //
-// H is applied in place by butterflies (a, b) -> (a + b, a - b), three levels per pass: eight rows of the panel live in
-// registers while they are combined, so a pass costs 24 additions for 8 loads and 8 stores. Signs ride on the first
-// pass of each factor, norms and offset on the last pass of the last one. Cost k log2(D') additions per row and token,
-// against D multiply-adds of the dense projection.
+// H is applied in place by butterflies (a, b) -> (a + b, a - b), up to three levels per pass: eight rows of the panel live
+// in registers while they are combined. Levels commute, so every other factor takes its passes in the opposite order:
+// the last pass of one factor and the first of the next then hold the same rows and are one pass, with the signs in
+// between (D' = 64 with three factors: four passes for 18 levels). Norms and offset ride on the last pass. Cost
+// k log2(D') additions per row and token, against D multiply-adds of the dense projection.
 #pragma once
 
 #include "vec.h"
@@ -32,91 +33,130 @@ SQ_INLINE void butterflies(vf* r) {
   }
 }
 
-// Where a pass reads and writes, and what it does on the way: times before[row] coming in; times after[row], plus
-// offset[row], plus what is there already going out. Rows from from_rows on count as zero, rows from to_rows on are dropped.
+// Where a pass reads and writes, and what it does on the way: times before[row] coming in; with `between`, times that and
+// the same levels again; times after[row], plus offset[row], plus what is there already going out. Rows from from_rows on
+// count as zero, rows from to_rows on are dropped.
 struct Pass {
   const float* from;
   long from_ld, from_rows;
   float* to;
   long to_ld, to_rows;
-  const float *before, *after, *offset;
+  const float *before, *between, *after, *offset;
   bool accumulate;
 };
 
-// LEVELS levels of a transform of `width` rows of one panel, starting at distance h. IN, OUT: whether there is anything to
-// do on the way in or out; RAGGED: whether some rows are missing. Copies of the fields keep them in registers: the
-// compiler has to assume that a store of floats might change *q.
-template <int LEVELS, bool IN, bool OUT, bool RAGGED>
-static void pass(const Pass* q, long width, long h) {
+// LEVELS levels of a transform of `width` rows of one panel, at distance h.
+template <int LEVELS>
+static void any_pass(const Pass& q, long width, long h) {
   constexpr int N = 1 << LEVELS;
-  const float *from = q->from, *before = q->before, *after = q->after, *offset = q->offset;
-  float* to = q->to;
-  const long from_ld = q->from_ld, to_ld = q->to_ld, from_rows = q->from_rows, to_rows = q->to_rows;
-  const bool accumulate = q->accumulate;
+  for (long base = 0; base < width; base += h * N)
+    for (long i = base; i < base + h; i++)
+      for (int j = 0; j < NV; j++) {
+        vf r[N];
+        SQ_UNROLL for (int n = 0; n < N; n++) {
+          const long row = i + n * h;
+          r[n] = row < q.from_rows ? load(q.from + row * q.from_ld + j * VL) : zero();
+          if (q.before) r[n] *= splat(row < q.from_rows ? q.before[row] : 0.0f);
+        }
+        butterflies<LEVELS>(r);
+        if (q.between) {
+          SQ_UNROLL for (int n = 0; n < N; n++) r[n] *= splat(q.between[i + n * h]);
+          butterflies<LEVELS>(r);
+        }
+        SQ_UNROLL for (int n = 0; n < N; n++) {
+          const long row = i + n * h;
+          if (row >= q.to_rows) continue;
+          float* at = q.to + row * q.to_ld + j * VL;
+          const vf plus = q.accumulate ? load(at) : q.offset ? splat(q.offset[row]) : zero();
+          store(at, q.after ? r[n] * splat(q.after[row]) + plus : r[n]);
+        }
+      }
+}
+
+// The same with everything known that does not differ between rows; H = 0 leaves the distance open. Copies of the fields
+// keep them in registers: the compiler has to assume that a store of floats might change them.
+enum Way { COMING_IN, WITHIN, BETWEEN, GOING_OUT, ADDING };
+
+template <int LEVELS, int H, Way WAY>
+static void whole_pass(const Pass& q, long width, long distance) {
+  constexpr int N = 1 << LEVELS, FROM = WAY == COMING_IN ? LD : T, TO = WAY == GOING_OUT || WAY == ADDING ? LD : T;
+  const long h = H ? H : distance;
+  const float *from = q.from, *by = WAY == COMING_IN ? q.before : WAY == BETWEEN ? q.between : q.after;
+  float* to = q.to;
   for (long base = 0; base < width; base += h * N)
     for (long i = base; i < base + h; i++)
       SQ_UNROLL for (int j = 0; j < NV; j++) {
         vf r[N];
         SQ_UNROLL for (int n = 0; n < N; n++) {
-          const long row = i + n * h;
-          if (RAGGED && row >= from_rows) {
-            r[n] = zero();
-            continue;
-          }
-          r[n] = load(from + row * from_ld + j * VL);
-          if (IN) r[n] *= splat(before[row]);
+          r[n] = load(from + (i + n * h) * FROM + j * VL);
+          if (WAY == COMING_IN) r[n] *= splat(by[i + n * h]);
         }
         butterflies<LEVELS>(r);
+        if (WAY == BETWEEN) {
+          SQ_UNROLL for (int n = 0; n < N; n++) r[n] *= splat(by[i + n * h]);
+          butterflies<LEVELS>(r);
+        }
         SQ_UNROLL for (int n = 0; n < N; n++) {
-          const long row = i + n * h;
-          if (RAGGED && row >= to_rows) continue;
-          float* at = to + row * to_ld + j * VL;
-          if (OUT) {
-            const vf plus = accumulate ? load(at) : offset ? splat(offset[row]) : zero();
-            r[n] = r[n] * splat(after[row]) + plus;
-          }
+          float* at = to + (i + n * h) * TO + j * VL;
+          if (WAY == GOING_OUT) r[n] *= splat(by[i + n * h]);
+          if (WAY == ADDING) r[n] = r[n] * splat(by[i + n * h]) + load(at);
           store(at, r[n]);
         }
       }
 }
 
-template <int LEVELS>
-static void pass_of(const Pass* q, long width, long h) {
-  const bool in = q->before != nullptr, out = q->after != nullptr;
-  if (q->from_rows < width || q->to_rows < width) {
-    if (in && out) return pass<LEVELS, true, true, true>(q, width, h);
-    if (in) return pass<LEVELS, true, false, true>(q, width, h);
-    if (out) return pass<LEVELS, false, true, true>(q, width, h);
-    return pass<LEVELS, false, false, true>(q, width, h);
-  }
-  if (in && out) return pass<LEVELS, true, true, false>(q, width, h);
-  if (in) return pass<LEVELS, true, false, false>(q, width, h);
-  if (out) return pass<LEVELS, false, true, false>(q, width, h);
-  pass<LEVELS, false, false, false>(q, width, h);
+template <int LEVELS, int H>
+static void pass_of(const Pass& q, long width, long h) {
+  const bool inside = q.from_ld == T && q.to_ld == T, whole = q.from_rows >= width && q.to_rows >= width;
+  const bool arrives = q.from_ld == LD && q.to_ld == T && q.before && !q.between && !q.after;
+  const bool leaves = q.from_ld == T && q.to_ld == LD && q.after && !q.before && !q.between && !q.offset;
+  if (inside && !q.before && !q.after)
+    return q.between ? whole_pass<LEVELS, H, BETWEEN>(q, width, h) : whole_pass<LEVELS, H, WITHIN>(q, width, h);
+  if (whole && arrives) return whole_pass<LEVELS, H, COMING_IN>(q, width, h);
+  if (whole && leaves)
+    return q.accumulate ? whole_pass<LEVELS, H, ADDING>(q, width, h) : whole_pass<LEVELS, H, GOING_OUT>(q, width, h);
+  any_pass<LEVELS>(q, width, h);
 }
 
-// One transform of a panel: `ends` says where rows come from and go to; in between it stays inside work[width][T].
-static void transform(long width, const Pass& ends, float* work) {
-  int left = 0;
-  while ((1L << left) < width) left++;
-  long h = 1;
-  bool begun = false;
-  do {
-    const int levels = left >= 5 || left == 3 ? 3 : left >= 2 ? 2 : left;
-    Pass q = {work, T, width, work, T, width, nullptr, nullptr, nullptr, false};
-    if (!begun) q.from = ends.from, q.from_ld = ends.from_ld, q.from_rows = ends.from_rows, q.before = ends.before;
-    if (left == levels) {
-      q.to = ends.to, q.to_ld = ends.to_ld, q.to_rows = ends.to_rows;
-      q.after = ends.after, q.offset = ends.offset, q.accumulate = ends.accumulate;
+static void run_pass(const Pass& q, long width, int levels, long h) {
+  if (levels == 3 && h == 1) pass_of<3, 1>(q, width, h);
+  else if (levels == 3 && h == 8) pass_of<3, 8>(q, width, h);
+  else if (levels == 3) pass_of<3, 0>(q, width, h);
+  else if (levels == 2) pass_of<2, 0>(q, width, h);
+  else if (levels == 1) any_pass<1>(q, width, h);
+  else any_pass<0>(q, width, h);
+}
+
+// diag(after) H diag(scale_{k-1}) H ... H diag(scale_0) on one panel: `ends` says where rows come from, where they go to
+// and what happens there; scale_f is scales + f * step for f > 0, and ends.before for f = 0. work[width][T] is in between.
+static void transform(long width, int factors, const float* scales, long step, const Pass& ends, float* work) {
+  int levels[32], groups = 0;  // levels of each pass of one factor, from short distances to long ones
+  for (long left = width; left > 1; groups++) {
+    levels[groups] = left >= 32 || left == 8 ? 3 : left >= 4 ? 2 : 1;
+    left >>= levels[groups];
+  }
+  if (groups == 0) levels[groups++] = 0;
+  bool merged = false;  // whether the factor's first pass was part of the last one before
+  for (int f = 0; f < factors; f++) {
+    const bool forth = f % 2 == 0;
+    long h = forth ? 1 : width;
+    for (int g = 0; g < groups; g++) {
+      const int now = levels[forth ? g : groups - 1 - g];
+      if (!forth) h >>= now;
+      Pass q = {work, T, width, work, T, width, nullptr, nullptr, nullptr, nullptr, false};
+      if (g == 0 && f == 0) q.from = ends.from, q.from_ld = ends.from_ld, q.from_rows = ends.from_rows;
+      if (g == 0) q.before = f ? scales + f * step : ends.before;
+      const bool last = g == groups - 1;
+      if (last && f == factors - 1) {
+        q.to = ends.to, q.to_ld = ends.to_ld, q.to_rows = ends.to_rows;
+        q.after = ends.after, q.offset = ends.offset, q.accumulate = ends.accumulate;
+      }
+      if (last && f < factors - 1 && groups > 1) q.between = scales + (f + 1) * step;
+      if (!(g == 0 && merged)) run_pass(q, width, now, h);
+      if (last) merged = q.between != nullptr;
+      if (forth) h <<= now;
     }
-    if (levels == 3) pass_of<3>(&q, width, h);
-    else if (levels == 2) pass_of<2>(&q, width, h);
-    else if (levels == 1) pass_of<1>(&q, width, h);
-    else pass_of<0>(&q, width, h);
-    h <<= levels;
-    left -= levels;
-    begun = true;
-  } while (left > 0);
+  }
 }
 
 // p[rows][LD] = W x + offset for the panels x[dim][LD]; work holds padded(dim) rows of T.
@@ -127,15 +167,10 @@ static void hadamard(long rows, long dim, int factors, const float* signs, const
     for (long start = 0; start < rows; start += width) {
       const long count = rows - start < width ? rows - start : width;
       const float* sign = signs + (start / width) * factors * width;
-      for (int f = 0; f < factors; f++) {
-        Pass ends = {work, T, width, work, T, width, sign + f * width, nullptr, nullptr, false};
-        if (f == 0) ends.from = x + lane, ends.from_ld = LD, ends.from_rows = dim;
-        if (f == factors - 1) {
-          ends.to = p + start * LD + lane, ends.to_ld = LD, ends.to_rows = count;
-          ends.after = norms + start, ends.offset = offset ? offset + start : nullptr;
-        }
-        transform(width, ends, work);
-      }
+      transform(width, factors, sign, width,
+                {x + lane, LD, dim, p + start * LD + lane, LD, count, sign, nullptr, norms + start,
+                 offset ? offset + start : nullptr, false},
+                work);
     }
 }
 
@@ -147,14 +182,10 @@ static void hadamard_back(long rows, long dim, int factors, const float* signs, 
     for (long start = 0; start < rows; start += width) {
       const long count = rows - start < width ? rows - start : width;
       const float* sign = signs + (start / width) * factors * width;
-      for (int f = factors - 1; f >= 0; f--) {
-        Pass ends = {work, T, width, work, T, width, nullptr, sign + f * width, nullptr, false};
-        if (f == factors - 1) {
-          ends.from = dp + start * LD + lane, ends.from_ld = LD, ends.from_rows = count, ends.before = norms + start;
-        }
-        if (f == 0) ends.to = dx + lane, ends.to_ld = LD, ends.to_rows = dim, ends.accumulate = start > 0;
-        transform(width, ends, work);
-      }
+      // scale_f = D_{k-f}: stored from the last factor back.
+      transform(width, factors, sign + factors * width, -width,
+                {dp + start * LD + lane, LD, count, dx + lane, LD, dim, norms + start, nullptr, sign, nullptr, start > 0},
+                work);
     }
 }
 

@@ -14,22 +14,21 @@ struct HybridStep {
   Step s;
   float *a, *Z, *top;                // per group: [M], 1, 1
   float *weights;                    // [sinks + w + 1]
-  float *token_k, *token_v, *out;    // [D], [E], [E]
+  float *x, *token_k, *token_v, *out;  // [D], [D], [E], [E]
 };
 
 static HybridStep take_hybrid_step(Arena& arena, const SqHybrid& hy) {
   const long G = hy.far.heads_q / hy.far.heads_kv;
   HybridStep h = {};
   h.s = take_step(arena, hy.far);
-  h.a = arena.take(G * round_up(hy.far.features, 16));
+  h.a = arena.take(G * feature_stride(hy.far));
   h.Z = arena.take(G);
   h.top = arena.take(G);
   h.weights = arena.take(hy.sinks + hy.window + 1);
+  h.x = arena.take(round_up(hy.near_dim, 16));
   h.token_k = arena.take(round_up(hy.near_dim, 16));
   h.token_v = arena.take(round_up(hy.far.width, 16));
   h.out = arena.take(round_up(hy.far.width, 16));
-  // The query's own row is wider than the far one where the far map takes something else.
-  h.s.x = arena.take(round_up(hy.near_dim > hy.far.dim ? hy.near_dim : hy.far.dim, 16));
   return h;
 }
 
@@ -146,68 +145,62 @@ static void copy_sinks(const Rows& from, long n, long dim, long place, const flo
 
 struct StepJob {
   const SqStep* step;
+  Blocks blocks;
   bool failed;
 };
 
-static void hybrid_decode_task(void* context, int64_t index, int64_t) {
-  StepJob& job = *(StepJob*)context;
-  const SqStep& st = *job.step;
+// Pair i of the block.
+static void hybrid_step(const SqStep& st, const Block& block, long i, const BlockWork& block_work, HybridStep& h) {
   const SqHybrid& hy = st.hy;
   const SqProblem& pr = hy.far;
+  const long index = block.at(i);
   const Head hd = head_of(pr, index);
-  Arena arena = {nullptr, 0};
-  take_hybrid_step(arena, hy);
-  arena = {sq_scratch(arena.used), 0};
-  if (!arena.base) {
-    job.failed = true;
-    return;
-  }
-  HybridStep h = take_hybrid_step(arena, hy);
   Step& s = h.s;
   const long M = pr.features, E = pr.width, D = hy.near_dim, G = hd.groups, w = hy.window, N = hy.sinks;
   const bool token_real = !st.token_mask || st.token_mask[hd.b] != 0;
   const Leaving left = step_sequence(st, hd.b, hd.h == 0);
   fetch(st.token_k, hd.b, hd.h, 0, 1, D, h.token_k, D);
   fetch(st.token_v, hd.b, hd.h, 0, 1, E, h.token_v, E);
-  step_state(hd, index, s);
+  step_state(pr, index, s);
   for (long g = 0; g < G; g++) {
-    s.a = h.a + g * round_up(M, 16);
-    h.Z[g] = step_query(hd, g, s);
+    const Tokens queries = block_work.group(g);
+    s.a = h.a + g * feature_stride(pr);
+    h.Z[g] = step_query(pr, queries.row(i), queries.t[i], s);
     h.top[g] = s.top;
   }
-  step_key(hd, s, left.real && left.sink < 0);
+  step_key(hd, block_work.keys.row(i), block_work.keys.t[i], left.real && left.sink < 0, s);
   const Rows keys = rows_of(hy.near_k, hd), values = rows_of(pr.v, hd);
   const Rows sink_k = rows_of(hy.sink_k, hd), sink_v = rows_of(hy.sink_v, hd);
   for (long g = 0; g < G; g++) {
     const long head = hd.h * G + g;
-    fetch(hy.near_q, hd.b, head, 0, 1, D, s.x, D);
+    fetch(hy.near_q, hd.b, head, 0, 1, D, h.x, D);
     float *sinks = h.weights, *window = sinks + N, *token = window + w;
-    row_scores(sink_k, N, D, s.x, hy.scale, sinks);
-    row_scores(keys, w, D, s.x, hy.scale, window);
-    row_scores({h.token_k, 0}, 1, D, s.x, hy.scale, token);
-    for (long i = 0; i < N; i++)
-      if (st.sink_mask[hd.b * N + i] == 0) sinks[i] = MINUS_INF;
-    for (long i = 0; i < w; i++)
-      if (st.window_mask[hd.b * w + i] == 0) window[i] = MINUS_INF;
+    row_scores(sink_k, N, D, h.x, hy.scale, sinks);
+    row_scores(keys, w, D, h.x, hy.scale, window);
+    row_scores({h.token_k, 0}, 1, D, h.x, hy.scale, token);
+    for (long j = 0; j < N; j++)
+      if (st.sink_mask[hd.b * N + j] == 0) sinks[j] = MINUS_INF;
+    for (long j = 0; j < w; j++)
+      if (st.window_mask[hd.b * w + j] == 0) window[j] = MINUS_INF;
     if (!token_real) *token = MINUS_INF;
     float peak = MINUS_INF, mass = 0.0f;
-    for (long i = 0; i < N + w + 1; i++) peak = max1(h.weights[i], peak);
+    for (long j = 0; j < N + w + 1; j++) peak = max1(h.weights[j], peak);
     const float shift = or_zero(peak);
-    long i = 0;
-    for (; i + VL <= N + w + 1; i += VL) {
-      const vf e = vexp(load(h.weights + i) - splat(shift));
-      store(h.weights + i, e);
+    long j = 0;
+    for (; j + VL <= N + w + 1; j += VL) {
+      const vf e = vexp(load(h.weights + j) - splat(shift));
+      store(h.weights + j, e);
       mass += hsum(e);
     }
-    for (; i < N + w + 1; i++) mass += h.weights[i] = exp1(h.weights[i] - shift);
+    for (; j < N + w + 1; j++) mass += h.weights[j] = exp1(h.weights[j] - shift);
     const float level = h.top[g] + (hy.gain ? hy.gain[head] : 0.0f), Z = h.Z[g];
     const vf logs[2] = {rough_log(splat(mass)), rough_log(splat(Z))};
     const float base = or_zero(max1(peak + logs[0][0], level + logs[1][0]));
     const float near = exp1(peak - base > 80.0f ? 80.0f : peak - base), far = exp1(level - base > 80.0f ? 80.0f : level - base);
     const float total = near * mass + far * Z, inverse = total == 0.0f ? 0.0f : 1.0f / total;
-    float* a = h.a + g * round_up(M, 16);
+    float* a = h.a + g * feature_stride(pr);
     for (long r = 0; r < M; r++) a[r] *= far * inverse;
-    for (i = 0; i < N + w + 1; i++) h.weights[i] *= near * inverse;
+    for (j = 0; j < N + w + 1; j++) h.weights[j] *= near * inverse;
     if (g == 0) pass_state<true>(pr, index, a, s, h.out);
     else pass_state<false>(pr, index, a, s, h.out);
     add_weighted(sink_v, N, E, sinks, h.out);
@@ -223,10 +216,28 @@ static void hybrid_decode_task(void* context, int64_t index, int64_t) {
   copy_sinks(sink_v, N, E, left.sink, w ? values.data : h.token_v, st.sink_v_out + index * N * E);
 }
 
+static void hybrid_decode_task(void* context, int64_t task, int64_t) {
+  StepJob& job = *(StepJob*)context;
+  const SqStep& st = *job.step;
+  Arena arena = {nullptr, 0};
+  take_block(arena, st.hy.far), take_hybrid_step(arena, st.hy);
+  arena = {sq_scratch(arena.used), 0};
+  if (!arena.base) {
+    job.failed = true;
+    return;
+  }
+  const BlockWork w = take_block(arena, st.hy.far);
+  HybridStep h = take_hybrid_step(arena, st.hy);
+  const Block block = job.blocks.at(task);
+  project_block(st.hy.far, block, w);
+  step_biases(st.hy.far, block, h.s);
+  for (long i = 0; i < block.count; i++) hybrid_step(st, block, i, w, h);
+}
+
 // s_in is required; window and sinks are float32 with components side by side.
 static int hybrid_decode(const SqStep* step) {
-  StepJob job = {step, false};
-  sq_parallel(step->hy.far.batch * step->hy.far.heads_kv, step->hy.far.threads, hybrid_decode_task, &job);
+  StepJob job = {step, blocks_of(step->hy.far), false};
+  sq_parallel(job.blocks.count(), step->hy.far.threads, hybrid_decode_task, &job);
   return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 

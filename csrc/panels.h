@@ -114,9 +114,40 @@ SQ_INLINE void transpose4(const float* a, long lda, float* b, long ldb) {
   store4(b + 3 * ldb, __builtin_shufflevector(s1, s3, 2, 3, 6, 7));
 }
 
+#if SQ_VL >= 8
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v8_mem __attribute__((vector_size(32), aligned(4), may_alias));
+
+// Halves of rows i and i + 4 side by side first, so that no lane has to cross afterwards.
+SQ_INLINE void transpose8(const float* a, long lda, float* b, long ldb) {
+  SQ_UNROLL for (int half = 0; half < 8; half += 4) {
+    v8 r[4], s[4];
+    SQ_UNROLL for (int i = 0; i < 4; i++)
+      r[i] = __builtin_shufflevector(load4(a + i * lda + half), load4(a + (i + 4) * lda + half), 0, 1, 2, 3, 4, 5, 6, 7);
+    s[0] = __builtin_shufflevector(r[0], r[1], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[1] = __builtin_shufflevector(r[0], r[1], 2, 10, 3, 11, 6, 14, 7, 15);
+    s[2] = __builtin_shufflevector(r[2], r[3], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[3] = __builtin_shufflevector(r[2], r[3], 2, 10, 3, 11, 6, 14, 7, 15);
+    float* to = b + half * ldb;
+    *(v8_mem*)to = __builtin_shufflevector(s[0], s[2], 0, 1, 8, 9, 4, 5, 12, 13);
+    *(v8_mem*)(to + ldb) = __builtin_shufflevector(s[0], s[2], 2, 3, 10, 11, 6, 7, 14, 15);
+    *(v8_mem*)(to + 2 * ldb) = __builtin_shufflevector(s[1], s[3], 0, 1, 8, 9, 4, 5, 12, 13);
+    *(v8_mem*)(to + 3 * ldb) = __builtin_shufflevector(s[1], s[3], 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+}
+#endif
+
 // b[j][i] = a[i][j] for i < rows, j < cols.
 static void transpose(const float* a, long rows, long cols, long lda, float* b, long ldb) {
   long i = 0;
+#if SQ_VL >= 8
+  for (; i + 8 <= rows; i += 8) {
+    long j = 0;
+    for (; j + 8 <= cols; j += 8) transpose8(a + i * lda + j, lda, b + j * ldb + i, ldb);
+    for (; j < cols; j++)
+      for (long k = 0; k < 8; k++) b[j * ldb + i + k] = a[(i + k) * lda + j];
+  }
+#endif
   for (; i + 4 <= rows; i += 4) {
     long j = 0;
     for (; j + 4 <= cols; j += 4) transpose4(a + i * lda + j, lda, b + j * ldb + i, ldb);

@@ -9,7 +9,8 @@
 #include <stdint.h>
 
 enum SqDtype { SQ_FLOAT32 = 0, SQ_BFLOAT16 = 1, SQ_FLOAT16 = 2 };
-enum SqFunction { SQ_EXP = 0, SQ_RELU = 1, SQ_ELU1 = 2, SQ_IDENTITY = 3 };
+// SQ_TAYLOR: without a projection; the rows are the products of taylor.h.
+enum SqFunction { SQ_EXP = 0, SQ_RELU = 1, SQ_ELU1 = 2, SQ_IDENTITY = 3, SQ_TAYLOR = 4 };
 enum SqProjection { SQ_DENSE = 0, SQ_HADAMARD = 1, SQ_NONE = 2 };
 
 // (batch, head, token, component); strides in elements, all of them free.
@@ -45,7 +46,8 @@ struct SqProblem {
   int64_t key_shift, keys_stored;
   int32_t function, projection, antithetic, causal, blocks, normalise, threads;
   int32_t accumulate;  // dq, dk, dv are float32 and are added to
-  float epsilon, unused_f;
+  float epsilon;
+  int32_t differentiable;  // forward only: a backward will follow
   SqTensor q, k, v, out;
   SqMap map_q, map_k;
   const uint8_t* key_mask;  // (B, S), nonzero = real; null = all real
@@ -118,6 +120,12 @@ struct SqKernels {
   int (*hybrid_forward)(const SqHybrid*);
   int (*hybrid_backward)(const SqHybrid*);
   int (*hybrid_decode)(const SqStep*);
+};
+
+// Products of bfloat16 pairs (pairs.h). check: whether they are right on this CPU.
+struct SqPairKernels {
+  int (*forward)(const SqProblem*);
+  int (*check)();
 };
 
 enum SqStatus { SQ_OK = 0, SQ_NO_MEMORY = 1 };

@@ -1,9 +1,11 @@
 """The package as users receive it: metadata, sdist, wheels with and without the native kernels."""
 
+import ast
 import importlib.metadata
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
@@ -25,7 +27,12 @@ q, k, v = torch.randn(3, 1, 2, 10, 16)
 attend = subquad.create("performer", head_dim=16, num_features=32, seed=0)
 out, state = attend.scan(q, k, v)
 torch.testing.assert_close(out, attend(q, k, v, is_causal=True), rtol=1e-4, atol=1e-4)
-print(subquad.__version__)
+try:
+    attend(q, k, v, backend="native")
+except ValueError as error:
+    print(subquad.__version__, error)
+else:
+    print(subquad.__version__, "native")
 """
 
 
@@ -61,6 +68,23 @@ def without_compiler(folder: Path) -> dict[str, str]:
     return kept | {"PATH": str(folder), "CC": nowhere, "CXX": nowhere}
 
 
+# What a wheel takes from the system: no OpenMP runtime, which would fight torch's for the cores, and nothing of torch.
+SYSTEM = {"libstdc++.so.6", "libgcc_s.so.1", "libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2"}
+SYSTEM |= {"ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+
+
+def needed(library: Path) -> set[str]:
+    """The shared libraries that an ELF file asks the loader for (DT_NEEDED, 64-bit little-endian)."""
+    data = library.read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01"
+    table, size, count = (int.from_bytes(data[at : at + n], "little") for at, n in ((0x28, 8), (0x3A, 2), (0x3C, 2)))
+    headers = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * size) for i in range(count)]
+    (dynamic,) = (header for header in headers if header[1] == 6)  # SHT_DYNAMIC
+    entries = [struct.unpack_from("<qQ", data, dynamic[4] + at) for at in range(0, dynamic[5], 16)]
+    names = headers[dynamic[6]][4]  # the string table that the section links to
+    return {data[names + at : data.index(b"\0", names + at)].decode() for tag, at in entries if tag == 1}
+
+
 def libraries(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         return [name for name in archive.namelist() if name.endswith(NATIVE)]
@@ -89,7 +113,9 @@ def test_without_a_compiler_the_wheel_is_pure_and_works(tmp_path: Path) -> None:
     wheel = build("wheel", ROOT, tmp_path / "dist", without_compiler(tmp_path / "empty"))
     assert wheel.name == f"subquad-{subquad.__version__}-py3-none-any.whl"
     assert libraries(wheel) == []
-    assert smoke(wheel, tmp_path / "venv") == subquad.__version__
+    version, _, said = smoke(wheel, tmp_path / "venv").partition(" ")
+    assert version == subquad.__version__
+    assert "backend='native' cannot take this call: this installation was built without a C++ compiler" in said
 
 
 def test_a_required_native_build_does_not_fall_back(tmp_path: Path) -> None:
@@ -114,6 +140,35 @@ def test_the_sdist_is_complete_and_builds_a_working_wheel(tmp_path: Path) -> Non
         assert re.fullmatch(rf"subquad-{subquad.__version__}-py3-none-(?!any).+\.whl", wheel.name)
         assert libraries(wheel)
         assert all(name.startswith("subquad/kernels/") for name in libraries(wheel))
+        assert smoke(wheel, tmp_path / "venv") == f"{subquad.__version__} native"
+        if sys.platform.startswith("linux"):
+            with zipfile.ZipFile(wheel) as archive:
+                library = Path(archive.extract(libraries(wheel)[0], tmp_path))
+            assert needed(library) <= SYSTEM
     else:
         assert libraries(wheel) == []
-    assert smoke(wheel, tmp_path / "venv") == subquad.__version__
+        assert smoke(wheel, tmp_path / "venv").startswith(f"{subquad.__version__} backend='native'")
+
+
+def test_binary_wheels_are_tested_with_what_their_tests_need() -> None:
+    """cibuildwheel copies only what is listed beside the installed wheel."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.split("[tool.cibuildwheel]")[1].split("[tool.ruff]")[0]
+    listed = ast.literal_eval(re.findall(r"^test-sources = (\[.*\])$", section, flags=re.MULTILINE)[0])
+    (command,) = re.findall(r'^test-command = "(.*)"$', section, flags=re.MULTILINE)
+    assert all((ROOT / path).exists() for path in listed)
+    assert "pyproject.toml" in listed and "tests/conftest.py" in listed
+    assert any(path in command for path in listed if path.startswith("tests/") and "conftest" not in path)
+
+
+@pytest.mark.deep
+def test_the_tests_of_binary_wheels_run_beside_the_wheel_alone(tmp_path: Path) -> None:
+    """What cibuildwheel does after building, as far as finding and importing the tests."""
+    for path in ("pyproject.toml", "tests/conftest.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    shutil.copytree(ROOT / "tests/kernels", tmp_path / "tests/kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "tests/kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "test_native.py" in done.stdout

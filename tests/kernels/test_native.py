@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 import subquad as sq
 from subquad.features.elementwise import ElementwiseFeatures
 from subquad.features.random import TrigFeatures
 from subquad.kernels import chunked, native, native_library, reference
+from subquad.kernels.dispatch import choose_backend
 
 from .native_cases import MAPS, attend, compare, empty_state, errors, make_map, with_gradients
 
@@ -54,6 +58,15 @@ def test_butterflies_equal_the_matrix(dim: int, blocks: int, monkeypatch: pytest
     compare(phi, q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [1, 3, 16, 64])
+def test_taylor_products(dim: int, causal: bool) -> None:
+    phi = make_map("taylor", dim, 0, heads=2)
+    assert native.multiplied(phi) and choose_backend(None, phi, torch.randn(1, 1, 1, dim)) is native
+    q, k, v = torch.randn(1, 4, 75, dim), torch.randn(1, 2, 75, dim), torch.randn(1, 2, 75, 19)
+    compare(phi, q, k, v, causal=causal, key_mask=torch.rand(1, 75) > 0.2)
+
+
 def test_cross_attention_and_empty_sides() -> None:
     phi = make_map("hyperbolic", 16, 32, heads=2)
     q, k, v = torch.randn(2, 4, 30, 16), torch.randn(2, 2, 700, 16), torch.randn(2, 2, 700, 16)
@@ -92,9 +105,27 @@ def test_low_precision_inputs_have_float32_sums(dtype: torch.dtype, causal: bool
     assert {x.dtype for x in low} == {dtype}
     exact = with_gradients(lambda *x: attend(chunked, phi, *x, causal=causal), q.double(), k.double(), v.double())
     unit = torch.finfo(dtype).eps
-    # One rounding of the result; the gradient also sees the rounded output.
     for found in errors(low, exact):
         assert found < unit
+
+
+@pytest.mark.parametrize("mechanism", ["performer", "linear", "hybrid"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_low_precision_inputs_are_rounded_once(mechanism: str, causal: bool) -> None:
+    """As torch's float32 computation on the same inputs: the backward must not start from a rounded output."""
+    attn = sq.create(mechanism, head_dim=32, heads=2)
+    # Values that lie far from zero: their mean cancels in the gradient of q and k, and its rounding would not.
+    q, k, v = (torch.randn(1, 2, 300, 32) + shift for shift in (0, 0, 4))
+    leaves = [x.bfloat16() for x in (q, k, v)]
+
+    def attend_by(backend: str) -> Callable[..., Tensor]:
+        return lambda *x: attn(*x, is_causal=causal, backend=backend)
+
+    exact = with_gradients(attend_by("chunked"), *(x.double() for x in leaves))
+    allowed = errors(with_gradients(attend_by("chunked"), *leaves), exact)
+    found = errors(with_gradients(attend_by("native"), *leaves), exact)
+    for name, ours, theirs in zip(["out", "dq", "dk", "dv"], found, allowed, strict=True):
+        assert ours < 2 * theirs, f"{name}: {ours:.1e}, torch {theirs:.1e}"
 
 
 def test_low_precision_at_large_norms_is_finite() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["scan_chunks", "tracing"]
+__all__ = ["Carry", "scan_chunks", "tracing"]
 
 Carry = tuple[Tensor, ...]
 Step = Callable[..., tuple[Carry, Tensor | None]]

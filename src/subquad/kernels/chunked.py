@@ -20,10 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..features.base import FeatureMap, Features, weigh
+from ..features.precision import widened
 from ..state import LinearState, Partial, finite, join, row_weights, safe_divide
 from .checkpointing import Carry, scan_chunks, tracing
 
-__all__ = ["absorb", "causal", "default_chunk", "exact_causal", "full", "read", "shared_shift"]
+__all__ = [
+    "BLOCK",
+    "UNDERFLOW",
+    "absorb",
+    "causal",
+    "default_chunk",
+    "exact_causal",
+    "full",
+    "masked",
+    "read",
+    "shared_shift",
+]
 
 # Tokens per triangular block inside a chunk: intra-block work grows with it, the number of block states shrinks.
 BLOCK = 64
@@ -37,10 +49,6 @@ def default_chunk(x: Tensor, features: int) -> int:
     """Tokens per chunk for inputs like x (B, H, L, D) and `features` features."""
     tokens = CHUNK_BYTES // max(1, x.shape[0] * x.shape[1] * features * 4)
     return max(BLOCK, min(1024, tokens // BLOCK * BLOCK))
-
-
-def _compute(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _grouped(q: Tensor, kv_heads: int) -> Tensor:
@@ -79,7 +87,7 @@ def absorb(
     mask = None if key_mask is None else key_mask.unsqueeze(1).unsqueeze(-1)
 
     def step(carry: Carry, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Carry, None]:
-        features, values = masked(feature_map.keys(_compute(k), scale), _compute(v), mask)
+        features, values = masked(feature_map.keys(widened(k), scale), widened(v), mask)
         assert values is not None
         return LinearState.of(carry, state.origin).absorb(features, values, _count(k, mask)).tensors, None
 
@@ -111,7 +119,7 @@ def read(
     # The state is carried, not closed over: it may itself depend on the parameters of the map, and the gradient of a
     # chunk must stop at it.
     def step(carry: Carry, q: Tensor) -> tuple[Carry, Tensor]:
-        queries = feature_map.queries(_compute(q), scale)
+        queries = feature_map.queries(widened(q), scale)
         numerator, normaliser, _ = LinearState.of(carry, state.origin).partial(queries)
         return carry, safe_divide(numerator, normaliser) if normalise else numerator
 
@@ -159,8 +167,8 @@ def causal(
 
     def step(carry: Carry, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Carry, Tensor]:
         before = LinearState.of(carry, state.origin)
-        queries = feature_map.queries(_compute(_grouped(q, k.shape[1])), scale)
-        keys, values = masked(feature_map.keys(_compute(k), scale), _compute(v), mask)
+        queries = feature_map.queries(widened(_grouped(q, k.shape[1])), scale)
+        keys, values = masked(feature_map.keys(widened(k), scale), widened(v), mask)
         assert values is not None
         shape = (*q.shape[:3], v.shape[-1])
         if k.shape[-2] == 1:

@@ -1,34 +1,41 @@
 """Who computes: one operator, several backends, one meaning.
 
 `backend=None` takes the fastest backend that supports the call. A backend named by the caller is used or the call is
-refused with the reason; it never falls back to another one silently.
+refused with the reason; it never falls back to another one silently. `triton` and `fla` have not been timed on a GPU:
+they are used where they are named and nowhere else.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import checks
 from ..features.base import FeatureMap
+from ..features.precision import full_precision
 from ..state import LinearState
-from . import chunked, native, reference
+from . import chunked, fla, native, reference, triton
 
-__all__ = ["BACKENDS", "absorb", "causal", "choose_backend", "full", "read"]
+__all__ = ["BACKENDS", "absorb", "causal", "check_backend", "choose_backend", "full", "read"]
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "chunked": chunked, "native": native}
+BACKENDS: dict[str, ModuleType] = {
+    "reference": reference,
+    "chunked": chunked,
+    "native": native,
+    "triton": triton,
+    "fla": fla,
+}
 
 
-def full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside autocast a matmul would round features to bfloat16; leave it. (Meta tensors know no autocast.)"""
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return nullcontext()
+def check_backend(backend: str, feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> None:
+    """Refuse an unknown name, and a backend by its reason where it cannot take these tensors."""
+    checks.check_option("backend", backend, BACKENDS)
+    module = BACKENDS[backend]
+    if module not in (reference, chunked):
+        reason = module.refusal(feature_map, *tensors, normalise=normalise)
+        if reason:
+            raise ValueError(f"backend={backend!r} cannot take this call: {reason}. Use backend=None or 'chunked'")
 
 
 def choose_backend(
@@ -43,16 +50,12 @@ def choose_backend(
         # Who asks for chunks of a size gets the backend that has them: the native kernels choose their own.
         if (
             chunk_size is None
-            and native.fused(feature_map)
+            and (native.fused(feature_map) or native.multiplied(feature_map))
             and not native.refusal(feature_map, *tensors, normalise=normalise)
         ):
             return native
         return chunked
-    checks.check_option("backend", backend, BACKENDS)
-    if backend == "native":
-        reason = native.refusal(feature_map, *tensors, normalise=normalise)
-        if reason:
-            raise ValueError(f"backend='native' cannot take this call: {reason}. Use backend=None or 'chunked'")
+    check_backend(backend, feature_map, *tensors, normalise=normalise)
     return BACKENDS[backend]
 
 

@@ -2,8 +2,8 @@
 
 The chunked backend pays one pass over memory and one barrier per torch operation; here one loop per head takes 48
 tokens at a time through all steps (see csrc/). Exponential maps are handed over as projections
-(`FeatureMap.linear_form`), Hadamard projections matrix-free, elu + 1 and relu by name; any other map has its features
-computed by torch first.
+(`FeatureMap.linear_form`), Hadamard projections matrix-free, elu + 1, relu and the products of Taylor features by name;
+any other map has its features computed by torch first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor
 from ..features.base import FeatureMap, Features, scaled
 from ..features.elementwise import ElementwiseFeatures, LogFeatures
 from ..features.hadamard import HadamardProjection
+from ..features.polynomial import PolynomialFeatures
 from ..features.random import ExponentialFeatures, GeneralisedFeatures
 from ..state import LinearState
 from . import native_library
 from .native_operators import Attention, attention, call_forward, pack_maps
 from .native_transforms import functional_attention
 
-__all__ = ["absorb", "causal", "full", "fused", "read", "refusal"]
+__all__ = ["NO_MASK", "Form", "absorb", "causal", "full", "fused", "make_form", "multiplied", "read", "refusal"]
 
 # Opened here and not at the first call, which may happen inside torch.compile. It takes less than a millisecond.
 native_library.missing()
@@ -61,6 +62,11 @@ def fused(feature_map: FeatureMap) -> bool:
     if isinstance(feature_map, GeneralisedFeatures):
         return feature_map.function is F.relu
     return isinstance(feature_map, (ExponentialFeatures, LogFeatures))
+
+
+def multiplied(feature_map: FeatureMap) -> bool:
+    """Whether the map is products of components, which the kernels form chunk by chunk: Taylor features of degree 2."""
+    return isinstance(feature_map, PolynomialFeatures) and feature_map.degree == 2 and feature_map.calibration is None
 
 
 def refusal(feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> str:
@@ -111,10 +117,10 @@ def _form(feature_map: FeatureMap, scale: float) -> Form | None:
         return None
     tensors = list(feature_map.buffers())
     if traced or list(feature_map.parameters()) or any(b.is_inference() or type(b) is not Tensor for b in tensors):
-        return _make_form(feature_map, scale)
+        return make_form(feature_map, scale)
     # Ordinary tensors even inside inference mode: a later training step may save them for its backward.
     with torch.inference_mode(False), torch.no_grad():
-        form = _make_form(feature_map, scale)
+        form = make_form(feature_map, scale)
     if form is not None:
         form = form._replace(
             maps=pack_maps(form.arrays, form.square), row_maps=pack_maps([*form.arrays, form.tilt], form.square)
@@ -128,7 +134,8 @@ def _form(feature_map: FeatureMap, scale: float) -> Form | None:
     return form
 
 
-def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
+def make_form(feature_map: FeatureMap, scale: float, *, butterflies: bool = True) -> Form | None:
+    """The map as a projection and a function, or None where it is none; `butterflies` keeps Hadamard matrix-free."""
     if isinstance(feature_map, ElementwiseFeatures):
         if isinstance(feature_map.function, str) and scale == 1.0:
             return Form([NOTHING] * 7, function=feature_map.function)
@@ -145,7 +152,8 @@ def _make_form(feature_map: FeatureMap, scale: float) -> Form | None:
         return None
     arrays = [linear.weight, NOTHING, NOTHING, linear.bias, NOTHING, NOTHING, NOTHING]
     projection = feature_map.projection
-    if isinstance(projection, HadamardProjection) and feature_map.features != "sderf" and _butterflies_win(projection):
+    matrix_free = butterflies and feature_map.features != "sderf"
+    if matrix_free and isinstance(projection, HadamardProjection) and _butterflies_win(projection):
         lengths = _stacked(projection.lengths, 2) * (
             math.sqrt(scale) * projection.padded_dim ** (-0.5 * projection.blocks)
         )
@@ -230,19 +238,27 @@ def _run(
     causal: bool,
     normalise: bool,
 ) -> Attention:
-    form, q, k = _inputs(feature_map, q, k, scale)
+    if multiplied(feature_map):
+        q, k = q.to(torch.float32), k.to(torch.float32)  # the products would double the rounding of a lower precision
+        form = Form([NOTHING] * 7, function="taylor")
+        q, k = scaled(q, scale, queries=True), scaled(k, scale, queries=False)
+    else:
+        form, q, k = _inputs(feature_map, q, k, scale)
     past = [state.weighted, state.normaliser, state.log_max.expand_as(state.normaliser)]
     past = [x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous() for x in past]
     mask = NO_MASK if key_mask is None else key_mask
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *past[:2]))
     arguments = (q, k, v, mask, past, *form[:5], causal, normalise)
     if torch._C._are_functorch_transforms_active():
-        return functional_attention(*arguments)
+        return _rounded(functional_attention(*arguments), v.dtype)
     traced = any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in (q, k, v, *past))
     if wanted or traced or torch.compiler.is_compiling():
-        result: Attention = attention(*arguments, keep=wanted)
-        return result
+        return _rounded(attention(*arguments, keep=wanted), v.dtype)
     return call_forward(*arguments, keep=False, maps=form.maps)
+
+
+def _rounded(result: Attention, dtype: torch.dtype) -> Attention:
+    return result[0].to(dtype), *result[1:]
 
 
 def _after(state: LinearState, result: Attention, k: Tensor, key_mask: Tensor | None) -> LinearState:

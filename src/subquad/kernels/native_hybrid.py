@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import native_library as library
 from .native_library import DTYPES, SEGMENT, Hybrid
-from .native_operators import _TENSOR, check_status, make_problem
+from .native_operators import TENSOR, check_status, make_problem
 
 __all__ = ["NOWHERE", "Results", "call_hybrid", "hybrid", "hybrid_backward"]
 
@@ -28,12 +28,12 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _write(problem: Hybrid, name: str, x: Tensor) -> None:
-    _TENSOR.pack_into(problem, getattr(Hybrid, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
+    TENSOR.pack_into(problem, getattr(Hybrid, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
 def _write_far(problem: Hybrid, name: str, x: Tensor) -> None:
     at = Hybrid.far.offset + getattr(library.Problem, name).offset
-    _TENSOR.pack_into(problem, at, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
+    TENSOR.pack_into(problem, at, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
 def _make(
@@ -55,6 +55,7 @@ def _make(
     past: int,
     causal: bool,
     tail: bool,
+    *,
     maps: bytes | None = None,
 ) -> Hybrid:
     """The call for the library; the caller keeps every tensor alive, and has made states and masks contiguous."""
@@ -86,7 +87,8 @@ def _make(
 
 def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, tail: bool, keep: bool) -> Results:
     batch, heads, width = q.shape[0], k.shape[1], v.shape[3]
-    out = torch.empty((*q.shape[:3], width), dtype=v.dtype, device=v.device)
+    # Unrounded for the backward, which takes sum(dout * out) of every row.
+    out = torch.empty((*q.shape[:3], width), dtype=torch.float32 if keep else v.dtype, device=v.device)
     stats = torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=v.device)
     sums, totals, maxima = (stats.new_empty(0) for _ in range(3))  # an operator's results must not be one tensor
     if tail:
@@ -108,35 +110,16 @@ def _features(q: Tensor, far: list[Tensor], arrays: list[Tensor], antithetic: bo
     return int(rows) * (2 if antithetic else 1)
 
 
-def call_hybrid(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: list[Tensor],
-    far: list[Tensor],
-    state: list[Tensor],
-    masks: list[Tensor],
-    gain: Tensor,
-    arrays: list[Tensor],
-    square: float,
-    function: str,
-    antithetic: bool,
-    epsilon: float,
-    scale: float,
-    window: int,
-    past: int,
-    causal: bool,
-    tail: bool,
-    keep: bool,
-    maps: bytes | None = None,
-) -> Results:
-    """The forward itself, without torch's dispatcher around it; `hybrid` says what everything is."""
+def call_hybrid(*arguments: Any, keep: bool, maps: bytes | None = None) -> Results:
+    """The forward itself, without torch's dispatcher around it; the arguments are those of `hybrid` up to `tail`.
+
+    maps: `pack_maps(arrays, square)`, where the caller keeps it.
+    """
+    q, k, v, sinks, far, state, masks, gain, *options = arguments
+    causal, tail = options[-2:]
     state, masks = ([x.contiguous() for x in some] for some in (state, masks))
     gain = gain.contiguous()
-    call = _make(
-        *(q, k, v, sinks, far, state, masks, gain, arrays, square, function, antithetic, epsilon),
-        *(scale, window, past, causal, tail, maps),
-    )
+    call = _make(q, k, v, sinks, far, state, masks, gain, *options, maps=maps)
     results = _outputs(q, k, v, call.far.features, causal, tail, keep)
     out, sums, totals, maxima, stats, kept = results
     _write_far(call, "out", out)
@@ -186,11 +169,12 @@ def hybrid(
     tail:   also return the far state of everything that has left the window when the last query is done
     keep:   store states along the sequence for the backward
 
-    Returns out (B, Hq, L, E) in v's dtype, the far state, and what the backward needs.
+    Returns out (B, Hq, L, E) in v's dtype (float32 with `keep`), the far state, and what the backward needs.
     """
     return call_hybrid(
         *(q, k, v, sinks, far, state, masks, gain, arrays, square, function, antithetic, epsilon),
-        *(scale, window, past, causal, tail, keep),
+        *(scale, window, past, causal, tail),
+        keep=keep,
     )
 
 
@@ -208,14 +192,9 @@ def _(
     square: float,
     function: str,
     antithetic: bool,
-    epsilon: float,
-    scale: float,
-    window: int,
-    past: int,
-    causal: bool,
-    tail: bool,
-    keep: bool,
+    *options: Any,
 ) -> Results:
+    causal, tail, keep = options[-3:]
     return _outputs(q, k, v, _features(q, far, arrays, antithetic), causal, tail, keep)
 
 

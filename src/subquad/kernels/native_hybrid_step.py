@@ -12,7 +12,8 @@ from torch import Tensor
 from . import native_library as library
 from .native import Form
 from .native_library import DTYPES, FUNCTIONS, Hybrid, Problem, Step
-from .native_operators import _HEADER, _MAPS, _TENSOR, check_status
+from .native_memory import new_state
+from .native_operators import HEADER, MAPS, TENSOR, check_status
 
 __all__ = ["Memory", "call_step"]
 
@@ -49,7 +50,7 @@ _TAIL = struct.Struct("6P9P")
 
 
 def _fill(step: Step, at: int, x: Tensor) -> None:
-    _TENSOR.pack_into(step, at, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
+    TENSOR.pack_into(step, at, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
 def call_step(
@@ -75,7 +76,7 @@ def call_step(
     step = Step()
     key_mask = None if key_mask is None else key_mask.contiguous()
     weight, signs, norms = form.arrays[0], form.arrays[5], form.arrays[6]
-    _HEADER.pack_into(
+    HEADER.pack_into(
         step,
         _at("batch"),
         *(batch, q.shape[1], heads, 1, 1, far_q.shape[3], width, features),
@@ -84,7 +85,7 @@ def call_step(
         *(signs.shape[-2] if norms.numel() and not weight.numel() else 0, 1, torch.get_num_threads(), 0),
         *(form.epsilon, 0.0),
     )
-    memoryview(step).cast("B")[_FAR["map_q"] : _FAR["map_q"] + _MAPS[1]] = maps
+    memoryview(step).cast("B")[_FAR["map_q"] : _FAR["map_q"] + MAPS[1]] = maps
     out = torch.empty((batch, q.shape[1], 1, width), dtype=torch.float32)
     for at, tensor in (
         (_FAR["q"], far_q),
@@ -103,7 +104,7 @@ def call_step(
     hybrid.near_dim, hybrid.sinks, hybrid.window, hybrid.past, hybrid.scale = q.shape[3], sinks, window, window, scale
     if gain is not None:
         hybrid.gain = gain.data_ptr()
-    floats = [torch.empty_like(x) for x in memory[:7]]
+    floats = [new_state(x.shape) for x in memory[:7]]
     flags = [torch.empty_like(x) for x in memory[7:9]]
     counts = torch.empty((3, batch), dtype=torch.int64).unbind(0)
     after = Memory(*floats, *flags, *counts)

@@ -16,11 +16,11 @@ import torch
 
 __all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Hybrid", "Map", "Problem", "Step", "StridedTensor", "load", "missing"]
 
-ABI = 2
+ABI = 3
 # Tokens per state that the causal forward stores for its backward.
 SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-FUNCTIONS = {"exp": 0, "relu": 1, "elu": 2, "identity": 3}
+FUNCTIONS = {"exp": 0, "relu": 1, "elu": 2, "identity": 3, "taylor": 4}
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -48,7 +48,8 @@ class Problem(ctypes.Structure):
         *((name, _long) for name in "batch heads_q heads_kv length_q length_k dim width features rows".split()),
         *((name, _long) for name in ("key_shift", "keys_stored")),
         *((name, _int) for name in "function projection antithetic causal blocks normalise threads accumulate".split()),
-        *((name, _float) for name in ("epsilon", "unused_f")),
+        ("epsilon", _float),
+        ("differentiable", _int),
         *((name, StridedTensor) for name in ("q", "k", "v", "out")),
         *((name, Map) for name in ("map_q", "map_k")),
         ("key_mask", _pointer),

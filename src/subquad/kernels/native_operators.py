@@ -18,8 +18,12 @@ from torch import Tensor
 
 from . import native_library as library
 from .native_library import DTYPES, FUNCTIONS, SEGMENT, Map, Problem
+from .native_memory import new_state
 
 __all__ = [
+    "HEADER",
+    "MAPS",
+    "TENSOR",
     "Attention",
     "attention",
     "attention_backward",
@@ -37,14 +41,16 @@ def _address(x: Tensor) -> int | None:
     return x.data_ptr() if x.numel() else None
 
 
-def _rows(q: Tensor, weight: Tensor, norms: Tensor) -> int:
+def _rows(q: Tensor, weight: Tensor, norms: Tensor, function: str) -> int:
+    if function == "taylor":
+        return int(1 + q.shape[-1] * (q.shape[-1] + 3) // 2)
     return int(weight.shape[-2] if weight.numel() else norms.shape[-1] if norms.numel() else q.shape[-1])
 
 
 # Filling ctypes fields one by one costs more than a decode step; these write whole runs of them.
-_HEADER = struct.Struct("11q8i2f")
-_TENSOR = struct.Struct("P4q2i")
-_MAPS = (Problem.map_q.offset, ctypes.sizeof(Map) * 2)
+HEADER = struct.Struct("11q8i2f")
+TENSOR = struct.Struct("P4q2i")
+MAPS = (Problem.map_q.offset, ctypes.sizeof(Map) * 2)
 
 
 def pack_maps(arrays: list[Tensor], square: float) -> bytes:
@@ -68,7 +74,7 @@ def pack_maps(arrays: list[Tensor], square: float) -> bytes:
 
 def write(problem: Problem, name: str, x: Tensor) -> None:
     """`x` (B, H, L, width) as the library sees it; the caller keeps `x` alive."""
-    _TENSOR.pack_into(problem, getattr(Problem, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
+    TENSOR.pack_into(problem, getattr(Problem, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
 def make_problem(
@@ -89,9 +95,9 @@ def make_problem(
     weight, norms, signs = arrays[0], arrays[6], arrays[5]
     problem = Problem()
     batch, heads_q, length_q, dim = q.shape
-    rows = _rows(q, weight, norms)
+    rows = _rows(q, weight, norms, function)
     projection = 0 if weight.numel() else 1 if norms.numel() else 2
-    _HEADER.pack_into(
+    HEADER.pack_into(
         problem,
         0,
         *(batch, heads_q, k.shape[1], length_q, k.shape[2], dim, v.shape[3], rows * (2 if antithetic else 1), rows),
@@ -102,7 +108,7 @@ def make_problem(
     write(problem, "q", q)
     write(problem, "k", k)
     write(problem, "v", v)
-    offset, size = _MAPS
+    offset, size = MAPS
     memoryview(problem).cast("B")[offset : offset + size] = pack_maps(arrays, square) if maps is None else maps
     if key_mask.numel():
         problem.key_mask = key_mask.data_ptr()
@@ -116,10 +122,12 @@ def check_status(status: int) -> None:
         raise MemoryError("the native kernels could not allocate their working memory")
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, keep: bool) -> Attention:
+def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, keep: bool, step: bool = False) -> Attention:
     batch, heads, width = q.shape[0], k.shape[1], v.shape[3]
-    out = torch.empty((*q.shape[:3], width), dtype=v.dtype, device=v.device)
-    sums = torch.empty((batch, heads, features, width), dtype=torch.float32, device=v.device)
+    # The backward takes sum(dout * out) of every row, so a rounded output would be an error of every gradient.
+    out = torch.empty((*q.shape[:3], width), dtype=torch.float32 if keep else v.dtype, device=v.device)
+    shape = (batch, heads, features, width)
+    sums = new_state(shape) if step else torch.empty(shape, dtype=torch.float32, device=v.device)
     totals = torch.empty((batch, heads, features), dtype=torch.float32, device=v.device)
     segments = (k.shape[2] + SEGMENT - 1) // SEGMENT if causal and keep else 0
     kept = totals.new_empty((batch, heads, segments, features * (width + 2)))
@@ -147,7 +155,8 @@ def call_forward(
     maps: `pack_maps(arrays, square)`, where the caller keeps it.
     """
     problem = make_problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise, maps)
-    results = _outputs(q, k, v, problem.features, causal, keep)
+    single = causal and q.shape[2] == 1 and k.shape[2] == 1 and not keep
+    results = _outputs(q, k, v, problem.features, causal, keep, single)
     out, sums, totals, maxima, kept = results
     write(problem, "out", out)
     state = [x.contiguous() for x in state]  # a tracer may have changed the strides
@@ -155,8 +164,9 @@ def call_forward(
         problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in state)
     problem.s_out, problem.z_out, problem.c_out = sums.data_ptr(), totals.data_ptr(), maxima.data_ptr()
     problem.checkpoints = _address(kept)
+    if keep:
+        problem.differentiable = 1
     kernels = library.load()
-    single = causal and q.shape[2] == 1 and k.shape[2] == 1 and not keep
     check_status((kernels.subquad_decode if single else kernels.subquad_forward)(ctypes.byref(problem)))
     return results
 
@@ -186,7 +196,7 @@ def attention(
               contiguous float32 with h = 1 or H; empty where not used
     keep:     store states along the sequence for the backward
 
-    Returns out (B, Hq, L, E) in v's dtype, the state after the keys, and the stored states.
+    Returns out (B, Hq, L, E) in v's dtype (float32 with `keep`), the state after the keys, and the stored states.
     """
     return call_forward(
         q, k, v, key_mask, state, arrays, square, function, antithetic, epsilon, causal, normalise, keep
@@ -209,7 +219,7 @@ def _(
     normalise: bool,
     keep: bool,
 ) -> Attention:
-    features = _rows(q, arrays[0], arrays[6]) * (2 if antithetic else 1)
+    features = _rows(q, arrays[0], arrays[6], function) * (2 if antithetic else 1)
     return _outputs(q, k, v, features, causal, keep)
 
 
@@ -258,18 +268,7 @@ def _gradients(saved: list[Tensor], state: list[Tensor]) -> Attention:
 
 
 @attention_backward.register_fake
-def _(
-    grads: list[Tensor],
-    saved: list[Tensor],
-    state: list[Tensor],
-    arrays: list[Tensor],
-    square: float,
-    function: str,
-    antithetic: bool,
-    epsilon: float,
-    causal: bool,
-    normalise: bool,
-) -> Attention:
+def _(grads: list[Tensor], saved: list[Tensor], state: list[Tensor], *options: Any) -> Attention:
     return _gradients(saved, state)
 
 

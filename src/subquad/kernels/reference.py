@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from ..features.base import FeatureMap, Features
+from ..features.precision import widened
 from ..state import LinearState, finite, safe_divide
 
 __all__ = ["absorb", "causal", "full", "log_weights", "read"]
-
-
-def _compute(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def log_weights(queries: Features, keys: Features) -> tuple[Tensor, Tensor]:
@@ -73,11 +70,11 @@ def _dense(
     groups = heads // k.shape[1]
     rows = q.reshape(batch, k.shape[1], groups * length, q.shape[-1])
     visible = visible.repeat(groups, 1)
-    values = _compute(v)
+    values = widened(v)
     if key_mask is not None:
         visible = visible & key_mask[:, None, None, :]
         values = values.masked_fill(~key_mask[:, None, :, None], 0.0)
-    queries, keys = feature_map.queries(_compute(rows), scale), feature_map.keys(_compute(k), scale)
+    queries, keys = feature_map.queries(widened(rows), scale), feature_map.keys(widened(k), scale)
     return _attend(queries, keys, values, visible, state, normalise).reshape(batch, heads, length, v.shape[-1])
 
 
@@ -127,8 +124,8 @@ def absorb(
     chunk_size: int | None = None,
 ) -> LinearState:
     """The state after keys k (B, H, S, D) and values v (B, H, S, E), one token after the other."""
-    features = feature_map.keys(_compute(k), scale)
-    v = _compute(v)
+    features = feature_map.keys(widened(k), scale)
+    v = widened(v)
     real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
     for i in range(k.shape[-2]):
         token = Features(*(None if part is None else part[..., i : i + 1, :] for part in features))
