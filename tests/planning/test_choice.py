@@ -8,8 +8,8 @@ import torch
 
 import subquad as sq
 from subquad.planning import cost
-from subquad.planning.cost import CostModel, TimeEstimate, predict_time
-from subquad.planning.measuring import Piece
+from subquad.planning.measuring import Measured, Piece
+from subquad.planning.recommendation import Choice
 
 D = 32
 FAST = ["performer", "taylor", "hybrid", "local"]
@@ -50,9 +50,9 @@ def data(kind, length=384, heads=2, seed=0):
     ("kind", "target", "length"),
     [
         ("flat", 0.05, 200_000),
-        ("few directions, sharp", 0.1, 200_000),
+        ("few directions, sharp", 0.1, 384),
         ("shifted", 0.02, 200_000),
-        ("local", 0.1, 1000),
+        ("local", 0.1, 384),
     ],
 )
 def test_the_first_choice_meets_the_target(kind, target, length, monkeypatch):
@@ -126,6 +126,77 @@ def test_softmax_where_it_is_faster(monkeypatch):
     assert "faster than every approximation" in answer.verdict
 
 
+def test_later_tokens_count(monkeypatch):
+    """The first quarter is nearly uniform, the rest sharp: what random features do there says nothing of the whole."""
+    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
+    generator = torch.Generator().manual_seed(0)
+    length = 4096
+    q, k = torch.randn(2, 1, 1, length, 16, generator=generator)
+    size = torch.where(torch.arange(length) < length // 4, 0.2, 1.5).unsqueeze(-1)
+    attend = sq.create("performer", 16, num_features=64, features="oprf", antithetic=True, seed=0)
+    answer = sq.plan(size * q, size * k, mechanisms=[attend], target_error=0.1)
+    easy = Piece(size * q, size * k, None, tokens=length // 4, is_causal=False, scale=None, key_mask=None, seed=0)
+    assert easy.error(attend, draws=5) < 0.1
+    assert answer.measured_tokens == length
+    assert answer.best is None
+
+
+def test_what_is_measured_at_the_length_is_not_carried_on(monkeypatch):
+    """Tokens 1024 to 2048 see everything, all others themselves: the error of a window grows from 1024 to 2048 tokens
+    and falls again to 4096, where it meets the target."""
+    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
+    generator = torch.Generator().manual_seed(0)
+    length, width = 4096, 64
+    q, k = 0.1 * torch.randn(2, 1, 1, length, width, generator=generator)
+    place = torch.randn(length, width, generator=generator)
+    strong = (20.0 * width**0.5) ** 0.5 * place / place.norm(dim=-1, keepdim=True)
+    strong[1024:2048] = 0.0
+    attend = sq.create("local", width, window=16)
+    answer = sq.plan(q + strong, k + strong, mechanisms=[attend], target_error=0.05)
+    assert answer.best is not None, str(answer)
+    assert answer.best.mechanism == "local"
+    assert answer.best.error_at_length is None
+    half = sq.plan((q + strong)[:, :, :2048], (k + strong)[:, :, :2048], mechanisms=[attend], length=length,
+                   target_error=0.05)  # fmt: skip
+    (window,) = [c for c in half.choices if c.mechanism == "local"]
+    assert window.error_at_length > 2 * window.measured_error
+
+
+def test_a_lucky_mean_is_not_enough():
+    """The mean of three draws meets the target; what they scatter says that it may be far above."""
+    steady, wild = Measured((0.09, 0.1, 0.095), 0.003), Measured((0.01, 0.25, 0.01), 0.08)
+    assert steady.error > wild.error
+    assert steady.meets(0.1)
+    assert not wild.meets(0.1)
+    assert not Choice("local", {}, measured_error=wild.error, error_high=wild.high).meets(0.1)
+
+
+def test_some_rows_stand_for_all():
+    """A sample of the queries against all keys gives the error of all queries, also where a few carry it."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = 0.4 * torch.randn(2, 1, 2, 1500, 16, generator=generator)
+    q = q * torch.exp(0.3 * torch.randn(1, 2, 1500, 1, generator=generator))
+    attend = sq.create("performer", 16, num_features=64, seed=0)
+    for is_causal in (False, True):
+        form = {"tokens": 1500, "is_causal": is_causal, "scale": None, "key_mask": None, "seed": 0}
+        every = Piece(q, k, None, **form)
+        some = Piece(q, k, None, most_scores=2 * 300 * 1500, **form)
+        assert some.count.shape[2] == 300
+        assert float(some.count.sum()) == pytest.approx(3000)
+        assert some.norm == pytest.approx(every.norm, rel=0.1)
+        found, whole = some.measure(attend), every.error(attend)
+        assert abs(found.error - whole) < 3 * found.deviation + 0.05 * whole
+
+
+def test_draws_stop_when_the_answer_is_clear():
+    q, k = data("flat", length=128)
+    piece = Piece(q, k, None, tokens=128, is_causal=False, scale=None, key_mask=None, seed=0)
+    attend = sq.create("performer", D, num_features=64, seed=0)
+    error = piece.error(attend, draws=20)
+    assert len(piece.measure(attend, draws=20, target=error / 10).draws) == 1
+    assert len(piece.measure(attend, draws=20, target=10 * error).draws) == 3
+
+
 def _power(call):
     return 2 if _is_softmax(call) else 1
 
@@ -169,7 +240,7 @@ def test_a_window_is_not_judged_where_it_covers_everything():
     near = sq.plan(q, k, mechanisms=["local"], length=260)
     far = sq.plan(q, k, mechanisms=["local"], length=1_000_000)
     assert [c.options for c in near.choices if c.mechanism == "local"] == [{"window": 256}]
-    assert [c.options for c in far.choices if c.mechanism == "local"] == [{"window": 16}]
+    assert all(c.options["window"] <= 32 for c in far.choices if c.mechanism == "local")
     assert near.attainable
     assert far.best is None
 
@@ -197,9 +268,9 @@ def test_prediction_and_measurement_agree_where_it_holds():
     pairs = [
         (c.measured_error, c.predicted_error)
         for c in answer.choices
-        if c.mechanism == "performer" and c.predicted_reliable
+        if c.mechanism == "performer" and c.predicted_reliable and c.measured_error is not None
     ]
-    assert len(pairs) >= 3
+    assert len(pairs) >= 1  # what the formula rules out, or another family undercuts, is not measured
     for found, predicted in pairs:
         assert found / predicted == pytest.approx(1.0, abs=0.3)
 
@@ -216,7 +287,8 @@ def test_readable_and_reproducible():
     lines = str(first).splitlines()
     assert any("performer (hyperbolic, num_features=" in line for line in lines)
     assert any(line.startswith("baselines") and "hermite-2" in line for line in lines)
-    assert "measured on 200 tokens" in lines[-1]
+    assert lines[-2].startswith("measured on 200 tokens of 2 heads, 200 exact rows")
+    assert "from 100 to 200 tokens" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -237,70 +309,25 @@ def test_wrong_input(arguments, kind, message):
         sq.plan(q[:, :, :40], k, **arguments)
 
 
-# -- cost ---------------------------------------------------------------------------------------------------------
+def test_normalisers_that_may_cross_zero_are_not_recommended():
+    """Trigonometric features on a few strong directions: most draws are good, one in many is worse than nothing."""
+    q, k = data("few directions, sharp", length=256)
+    answer = sq.plan(0.75 * q, 0.75 * k, mechanisms=["performer"], target_error=0.5)
+    (trig,) = [c for c in answer.choices if c.options.get("features") == "trig"]
+    assert trig.predicted_error < 0.5  # by the mean of the first order it would do
+    assert not trig.meets(0.5)
+    assert "close to 0" in trig.note
 
 
-@pytest.mark.parametrize(
-    ("form", "law"),
-    [
-        ("linear", lambda n: 2e-3 + 3e-6 * n),
-        ("quadratic", lambda n: 1e-6 * n + 4e-9 * n * n),
-        ("power", lambda n: 1e-6 * n**1.5),
-    ],
-)
-def test_cost_models_find_their_law(form, law):
-    model = CostModel(form, {n: (law(n), 1.02 * law(n), 1.05 * law(n)) for n in (256, 512, 1024, 2048, 4096)})
-    for length in (512, 4096, 16384, 100_000):
-        found = model.at(length)
-        assert found.seconds == pytest.approx(law(length), rel=1e-3)
-        assert found.low <= law(length) <= found.high
-        assert found.high / found.low < 1.15
+def test_one_token_has_nothing_to_approximate() -> None:
+    """With a single key the mean of the values is exact, so no target lies above it."""
+    q, k = torch.randn(2, 1, 2, 1, 8)
+    best = sq.plan(q, k, target_error=0.1, mechanisms=["performer", "taylor"]).best
+    assert best is not None
+    assert best.error == 0
 
 
-def test_cost_uncertainty_grows_with_noise_and_distance():
-    noisy = CostModel("linear", {256: (0.003, 0.004), 1024: (0.009, 0.014), 4096: (0.05, 0.06)})
-    near, far = noisy.at(4096), noisy.at(1_000_000)
-    assert far.high / far.low > near.high / near.low > 1.2
-    assert CostModel("linear", {1000: (0.01,)}).at(4000).seconds == pytest.approx(0.04)
-    # Between two points the points speak, whatever the curve says.
-    assert noisy.at(1024).seconds == 0.009
-
-
-def test_no_negative_coefficients():
-    """Times that fall with length (noise) must not extrapolate below zero."""
-    model = CostModel("linear", {256: (0.010,), 512: (0.009,), 1024: (0.008,)})
-    assert model.at(10**6).seconds > 0
-
-
-def test_predict_time_adds_up_and_is_kept(monkeypatch):
-    calls = []
-
-    def run(call, inputs, training):
-        calls.append(inputs[0].shape)
-        length = inputs[0].shape[-2]
-        return 1e-6 * length if inputs[0].dim() == 3 else 2e-6 * length
-
-    monkeypatch.setattr(cost, "_run", run)
-    once = predict_time("linear", 4096, layers=3, heads=2, head_dim=8, batch=2)
-    assert once.seconds == pytest.approx(6 * 3e-6 * 4096)
-    measured = len(calls)
-    attention = predict_time("linear", 4096, heads=2, head_dim=8, rest_per_token=0.0)
-    assert attention.seconds == pytest.approx(2e-6 * 4096)
-    assert len(calls) == measured
-    assert predict_time("linear", 4096, heads=2, head_dim=8, rest_per_token=1e-3).seconds == pytest.approx(
-        4096 * (1e-3 + 2e-6)
-    )
-    with pytest.raises(ValueError, match="rest_per_token"):
-        predict_time("linear", 4096, rest_per_token=-1.0)
-    assert str(TimeEstimate(0.5, 0.4, 0.6)) == "500 ms (400 to 600)"
-
-
-def test_really_times_and_survives_a_broken_table():
-    attend = sq.create("linear", 8)
-    (model,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
-    assert sorted(model.points) == [128, 256, 512]
-    path = cost.table_path(cost.FILE)
-    table = json.loads(path.read_text())
-    path.write_text(json.dumps({key: {"128": "soon"} for key in table}))
-    (again,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
-    assert sorted(again.points) == [128, 256, 512]
+def test_what_is_exact_has_no_prediction_to_make() -> None:
+    q, k = torch.randn(2, 1, 2, 16, 8)
+    with pytest.raises(ValueError, match="softmax attention is exact, its error is 0"):
+        sq.predict_error(q, k, "softmax")

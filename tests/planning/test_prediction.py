@@ -97,8 +97,8 @@ def test_output_error_and_many_keys():
         prediction = sq.predict_error(q, k, "performer", v=v, max_keys=128, **options)
         assert prediction.keys == 128
         assert measured(q, k, 20, **options) / prediction.error == pytest.approx(1.0, abs=0.25)
-        # The error of the output rests on the values of the 128 keys that were picked: right to a factor of two.
-        assert 0.5 < measured(q, k, 20, v=v, **options) / prediction.output_error < 2.0
+        # Between different keys the values cancel: the output looks at more keys than the weights do.
+        assert measured(q, k, 20, v=v, **options) / prediction.output_error == pytest.approx(1.0, abs=0.25)
 
 
 def test_a_batch_of_grouped_heads_causal_and_masked():
@@ -225,7 +225,7 @@ def test_says_where_it_breaks():
     positive = sq.predict_error(q, k, "performer", num_features=64)
     trig = sq.predict_error(q, k, "performer", num_features=64, features="trig")
     assert not positive.reliable
-    assert "0.05" in positive.reason
+    assert "draws too rare" in positive.reason
     assert not trig.reliable
     assert "normaliser" in trig.reason
     huge = sq.predict_error(100 * q, 100 * k, "performer", num_features=64)

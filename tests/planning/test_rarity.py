@@ -7,7 +7,7 @@ import torch
 
 import subquad as sq
 from subquad.planning.measuring import Piece
-from subquad.planning.rarity import draw_variance
+from subquad.planning.rarity import draw_variance, normaliser_skew
 from subquad.planning.sampling import blocks, pick_by_size, pick_keys
 
 ONE = torch.ones(1, dtype=torch.float64)
@@ -48,6 +48,37 @@ def test_two_pairs_against_draws(a, paired):
     normal = (2 + 2 * covariance[1] ** 2 / (variance[0] * variance[1])) / 2  # of the mean of two normal squares
     found = spread(z.unsqueeze(1), torch.full((2,), a, dtype=torch.float64), paired=paired)
     assert found == pytest.approx(float(scaled.var() - normal), rel=0.1)
+
+
+@pytest.mark.parametrize(("a", "paired"), [(0.0, False), (0.0, True), (-0.05, True)])
+def test_the_skew_of_the_normaliser_against_draws(a, paired):
+    """One query, three keys: E[d_j^2 e] of single directions over the variance of the pair that carries the error."""
+    z = torch.tensor([[0.6, 0.0], [0.3, 0.4], [-0.2, 0.5]], dtype=torch.float64)
+    weights = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
+    w = torch.randn(1_000_000, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    s = 1 - 4 * a
+
+    def feature(x):
+        return s * torch.exp(2 * a * x.square().sum(-1, keepdim=True) + math.sqrt(s) * x @ z.T - z.square().sum(-1) / 2)
+
+    d = ((feature(w) + feature(-w)) / 2 if paired else feature(w)) - 1
+    expected = float((d[:, 0].square() * (d @ weights[0])).mean() / d[:, 0].square().mean())
+    own = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    tilt = torch.full((2,), a, dtype=torch.float64)
+    found = normaliser_skew(z.unsqueeze(0), own, weights, tilt, paired=paired, rows=ONE, keys=ones)
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_the_next_order_says_what_the_first_misses():
+    """What the formula is off by falls as 1/M: no rare draws here, and still 16 features are too few for it."""
+    generator = torch.Generator().manual_seed(4)
+    q, k = 0.4 * torch.randn(2, 1, 1, 256, 16, generator=generator)
+    options = {"features": "oprf", "antithetic": True}
+    few, many = (sq.predict_error(q, k, "performer", num_features=m, **options) for m in (16, 512))
+    assert not few.reliable
+    assert "too few features" in few.reason
+    assert many.reliable
 
 
 def test_many_directions_share_what_one_would_carry_alone():

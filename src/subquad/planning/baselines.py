@@ -14,6 +14,7 @@ mean of the values.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,15 @@ from torch import Tensor
 from ..features.calibration import Calibration
 from .sampling import Block
 
-__all__ = ["BASELINES", "Means", "means_of", "polynomial_weights", "squared_errors", "uniform_weights"]
+__all__ = [
+    "BASELINES",
+    "Means",
+    "baseline_errors",
+    "means_of",
+    "polynomial_weights",
+    "squared_errors",
+    "uniform_weights",
+]
 
 BASELINES = ("uniform", "degree-1", "hermite-2", "taylor-2")
 
@@ -78,3 +87,26 @@ def squared_errors(block: Block, weights: Tensor) -> tuple[float, float]:
     difference = weights - block.weights
     out = 0.0 if block.v is None else block.total((difference @ block.v).square())
     return block.total(difference.square()), out
+
+
+def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors of the weights and of the outputs of every one of BASELINES."""
+
+    def rows(block: Block) -> Iterator[tuple[str, Tensor]]:
+        centre = means[block.kv_head]
+        yield "uniform", uniform_weights(block)
+        yield "degree-1", polynomial_weights(block, centre, degree=1)
+        yield "hermite-2", polynomial_weights(block, centre, degree=2, hermite=True)
+        yield "taylor-2", polynomial_weights(block, None, degree=2)
+
+    norm = sum(block.total(block.weights.square()) for block in sample)
+    norm_out = sum(block.total(block.out.square()) for block in sample if block.v is not None)
+    weights: dict[str, float] = {}
+    outs: dict[str, float] = {}
+    for block in sample:
+        for name, approximation in rows(block):
+            error, out = squared_errors(block, approximation)
+            weights[name] = weights.get(name, 0.0) + error / norm
+            if norm_out > 0:
+                outs[name] = outs.get(name, 0.0) + out / norm_out
+    return weights, outs

@@ -14,9 +14,10 @@ from .. import checks
 from ..mechanisms import MECHANISMS
 from ..mechanisms.base import Mechanism
 
-__all__ = ["PLANNABLE", "Ladder", "ladders", "least_tokens"]
+__all__ = ["DEGREE_1", "PLANNABLE", "SDERF", "Ladder", "ladders", "least_tokens"]
 
-FEATURE_COUNTS = (32, 64, 128, 256, 512, 1024)
+# Steps of a third to a half: a number that just fails makes the next one cost little more than it had to.
+FEATURE_COUNTS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 DEGREE_1 = {"mechanism": "taylor", "degree": 1, "center": True}
 SDERF = {"features": "sderf", "antithetic": True, "center": True}
 
@@ -31,16 +32,16 @@ FAMILIES: tuple[dict[str, Any], ...] = (
 STEPS: dict[str, tuple[tuple[dict[str, Any], ...], ...]] = {
     "taylor": (({"degree": 1, "center": True},), ({"degree": 2, "hermite": True},), ({"degree": 2},)),
     "hybrid": (
-        tuple({"window": window, "sinks": 4, "far": DEGREE_1} for window in (16, 64, 256)),
+        tuple({"window": window, "sinks": 4, "far": DEGREE_1} for window in (16, 64, 128, 256)),
         tuple(
             {"window": window, "sinks": 4, "far": {"mechanism": "performer", **SDERF, "num_features": 4 * window}}
             for window in (16, 64)
         ),
     ),
-    "local": (tuple({"window": window} for window in (16, 64, 256)),),
-    "clustered": (tuple({"clusters": clusters} for clusters in (25, 100)),),
-    "improved-clustered": (tuple({"clusters": clusters} for clusters in (25, 100)),),
-    "nystrom": (tuple({"landmarks": landmarks} for landmarks in (32, 128)),),
+    "local": (tuple({"window": window} for window in (16, 32, 64, 128, 256)),),
+    "clustered": (tuple({"clusters": clusters} for clusters in (25, 50, 100, 200)),),
+    "improved-clustered": (tuple({"clusters": clusters} for clusters in (25, 50, 100, 150, 200, 300)),),
+    "nystrom": (tuple({"landmarks": landmarks} for landmarks in (32, 64, 128)),),
     "lsh": (tuple({"rounds": rounds} for rounds in (1, 4)),),
 }
 PLANNABLE = ("performer", *STEPS)

@@ -7,8 +7,9 @@
 Between two measured lengths the time is interpolated; beyond the longest one the curve speaks, fitted to relative
 errors that count in proportion to length, with coefficients that are not negative. The range given with a time holds
 what the fit says with any one of the measured points left out, widened by the spread between runs. Points are measured
-once per mechanism, shape and machine and kept in `costs.json` beside the crossovers; delete it to measure again. Times
-are of the CPU.
+once per mechanism, shape and machine and kept in `costs.json` beside the crossovers; delete it to measure again. What
+is added to it later is scaled by softmax attention, timed again beside it: a busy hour must not make one mechanism look
+slower than another. Times are of the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ __all__ = ["CostModel", "Points", "TimeEstimate", "attention_costs", "predict_ti
 
 FILE = "costs.json"
 LENGTHS = (256, 512, 1024, 2048, 4096)
-ROUNDS = 3
+ROUNDS = 3  # up to three times as many while the usual run is more than QUIET times as slow as the best
+QUIET = 1.25
 PATIENCE = 0.15  # seconds of one run beyond which no longer length is measured
 QUADRATIC = ("softmax", "sparse")
 BASES = {"linear": (0, 1), "quadratic": (1, 2)}
@@ -161,11 +163,14 @@ def _measure(
     for length in LENGTHS:
         inputs = make(length)
         runs: list[list[float]] = [[] for _ in calls]
-        for turn in range(ROUNDS + 1):
+        for turn in range(3 * ROUNDS + 1):
             for i in waiting:
                 seconds = _run(calls[i], inputs, training)
                 if turn:  # the first round warms up
                     runs[i].append(seconds)
+            # On a busy machine the best of a few runs is still luck.
+            if turn >= ROUNDS and all(statistics.median(runs[i]) <= QUIET * min(runs[i]) for i in waiting):
+                break
         for i in waiting:
             points[i][length] = tuple(runs[i])
         waiting = [i for i in waiting if min(runs[i]) < PATIENCE]
@@ -191,6 +196,20 @@ def _cached(keys: Sequence[str], measure: Callable[[list[int]], list[Points]]) -
         fresh = {keys[i]: {str(n): list(runs) for n, runs in (found[i] or {}).items()} for i in missing}
         write_json_table(FILE, {**read_json_table(FILE), **fresh})
     return [points for points in found if points is not None]
+
+
+def _as_on(stored: Points, again: Points, found: list[Points]) -> list[Points]:
+    """Points `found` today as they would have been when `stored` was measured, of which `again` is today's run."""
+    common = sorted(stored.keys() & again.keys())
+    if not common:
+        return found
+    ratio = {n: min(stored[n]) / min(again[n]) for n in common}
+
+    def scaled(points: Points) -> Points:
+        nearest = {n: min(common, key=lambda other: abs(math.log(other / n))) for n in points}
+        return {n: tuple(ratio[nearest[n]] * seconds for seconds in runs) for n, runs in points.items()}
+
+    return [scaled(points) for points in found]
 
 
 def _ready(attend: Mechanism, heads: int) -> Mechanism:
@@ -223,16 +242,22 @@ def attention_costs(
         keys.append(measurement_key(config, heads, is_causal, training))
 
     def measure(missing: list[int]) -> list[Points]:
+        # Times of different days can only be compared through something that ran on both: softmax attention.
+        known = next((i for i, attend in enumerate(mechanisms) if attend.name == "softmax" and i not in missing), None)
         twins = [_ready(mechanisms[i], heads) for i in missing]
+        if known is not None:
+            twins.append(_ready(mechanisms[known], heads))
         calls = [lambda x, attend=attend: attend(*x, is_causal=is_causal) for attend in twins]
         widths = {attend.head_dim for attend in twins}
         if len(widths) > 1:
             raise ValueError(f"mechanisms of one comparison must share head_dim, got {sorted(widths)}")
         width = widths.pop()
         generator = torch.Generator().manual_seed(0)
-        return _measure(
+        found = _measure(
             calls, lambda length: list(0.5 * torch.randn(3, 1, heads, length, width, generator=generator)), training
         )
+        stored = None if known is None else _stored(read_json_table(FILE).get(keys[known]))
+        return found if stored is None else _as_on(stored, found.pop(), found)
 
     points = _cached(keys, measure)
     return [CostModel(_form(attend), p) for attend, p in zip(mechanisms, points, strict=True)]

@@ -9,7 +9,6 @@ features: the closed form of `covariance.py`, on a sample of rows. Polynomials: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -23,24 +22,25 @@ from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from ..mechanisms.performer import Performer
 from ..mechanisms.taylor import Taylor
-from .baselines import Means, means_of, polynomial_weights, squared_errors, uniform_weights
+from .baselines import Means, baseline_errors, means_of, polynomial_weights, squared_errors
 from .covariance import Law, RowSums, own_errors, row_sums
-from .rarity import draw_variance
+from .rarity import draw_variance, normaliser_skew
 from .sampling import CANDIDATES, MOST_ROWS, Block, blocks, pick_by_size, pick_keys
 
 __all__ = ["Curve", "Prediction", "baseline_errors", "calibrated", "check_inputs", "predict_error", "refusal"]
 
-# Where the first order holds. Rare draws that carry the error (`rarity.py`) are missing from the usual one. The
-# normaliser 1 + e makes the error larger by about 1 + 3 E[e^2]; of trigonometric features the one nearest 0 decides,
-# and 0.02 keeps 0 seven deviations away. Far below 0 (a variance!) the leading order of what dependent rows share with
-# one scale per direction is not enough.
-POSITIVE_LIMIT = 0.05
-TRIG_LIMIT = 0.2
+# Where the formula holds: the next order of the expansion (`rarity.py`) changes it by at most SECOND_ORDER, the error
+# of one draw does not differ from the mean by more than itself (MOST_RARE: its relative variance beyond a normal one),
+# and the rows looked at agree. Trigonometric: the row whose normaliser comes nearest to 0 decides, and 0.02 keeps 0
+# seven deviations away. A normaliser of variance far below 0: the leading order of what dependent rows share with one
+# scale per direction is not enough.
+SECOND_ORDER = 0.15
 MOST_RARE = 1.0
-MOST_NORMALISER = 0.01
 TRIG_NORMALISER = 0.02
+STEADY_NORMALISER = 0.04  # five deviations: draws show what the error is, if not the first order
 MOST_SAMPLING = 0.1
 USUAL_FEATURES = 256
+OUTPUT_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ def refusal(attend: Mechanism) -> str | None:
     """Why there is no closed form for this mechanism, or None where there is one."""
     if isinstance(attend, Taylor):
         return None
+    if attend.exact:
+        return f"{attend.name} attention is exact, its error is 0"
     if not isinstance(attend, Performer):
         return f"{attend.name} has no closed form for its error"
     if not isinstance(attend.feature_map, ExponentialFeatures | TrigFeatures):
@@ -126,7 +128,14 @@ class Curve:
     """
 
     def __init__(
-        self, attend: Mechanism, sample: list[Block], *, scale: float, max_keys: int, max_rows: int = 64
+        self,
+        attend: Mechanism,
+        sample: list[Block],
+        *,
+        scale: float,
+        max_keys: int,
+        max_rows: int = 64,
+        output_keys: int = OUTPUT_KEYS,
     ) -> None:
         self.attend = attend
         per_block = math.ceil(min(max_rows * len({block.head for block in sample}), MOST_ROWS) / max(1, len(sample)))
@@ -136,7 +145,10 @@ class Curve:
         self.fixed = dict.fromkeys(heads, (0.0, 0.0))
         self.laws: dict[int, Law] = {}
         self.sums: dict[int, RowSums] = {}
+        self.out_sums: dict[int, RowSums] = {}
+        self.max_keys, self.output_keys = max_keys, max(output_keys, max_keys)
         self.spreads: dict[int, float] = {}
+        self.skews: dict[int, float] = {}
         means: list[Means] | None = None
         phi = getattr(attend, "feature_map", None)
         if getattr(attend, "center", False) or getattr(attend, "hermite", False):
@@ -154,43 +166,67 @@ class Curve:
             else:
                 assert isinstance(attend, Performer)
                 self.laws[head] = _law(attend, block.kv_head)
-                sums, spread = self._random(block, centre, self.laws[head], per_block, max_keys)
+                sums, spread, skew = self._random(block, centre, self.laws[head], per_block)
                 self.spreads[head] = max(spread, self.spreads.get(head, 0.0))
+                self.skews[head] = max(skew, self.skews.get(head, 0.0))
                 self.sums[head] = self.sums[head] + sums if head in self.sums else sums
 
-    @staticmethod
-    def _random(block: Block, means: Means | None, law: Law, max_rows: int, max_keys: int) -> tuple[RowSums, float]:
+    def _random(self, block: Block, means: Means | None, law: Law, max_rows: int) -> tuple[RowSums, float, float]:
         x, y = block.x, block.y
         if means is not None:
             x, y = x - means.x, y - means.y
         own = own_errors(law, x, y, block.weights)
         # At a usual number of features, bounded as the error of a row is.
         sizes = torch.minimum(own.sum(-1) / USUAL_FEATURES, 1 + block.weights.square().sum(-1)) * block.count
-        rows, multiples = pick_by_size(sizes, max_rows)
-        block = replace(
-            block, x=block.x[rows], visible=block.visible[rows], weights=block.weights[rows], count=block.count[rows]
-        )
-        # Outputs weigh pairs of keys by their values, which know nothing of a key's norm: an even sample serves better.
-        index, count = pick_keys(block, max_keys, own[rows] if block.v is None else None)
-        residual = None if block.v is None else block.v[index] - block.out.unsqueeze(1)
-        stands = block.count * multiples
-        sums = row_sums(
-            *(law, x[rows], y[index], block.weights.gather(1, index), count, residual), *(stands, multiples)
-        )
-        spread = 0.0
-        if not law.trig:  # cosines are bounded
-            z = x[rows].unsqueeze(1) + y[index]
-            z = z if law.basis is None else z @ law.basis
-            carried = own[rows].gather(1, index)
-            spread = draw_variance(z, carried, law.a, paired=law.paired, rows=stands, keys=count)
-        return sums, spread
+
+        def looked_at(most: int, keys: int, *, output: bool) -> tuple[RowSums, Tensor, Tensor, Tensor, Tensor]:
+            rows, multiples = pick_by_size(sizes, most)
+            few = replace(
+                block,
+                x=block.x[rows],
+                visible=block.visible[rows],
+                weights=block.weights[rows],
+                count=block.count[rows],
+            )
+            # Outputs weigh pairs by their values, which know nothing of a key's norm: an even sample serves better.
+            index, count = pick_keys(few, keys, None if output else own[rows])
+            residual = few.v[index] - few.out.unsqueeze(1) if output and few.v is not None else None
+            weights = few.weights.gather(1, index)
+            stands = few.count * multiples
+            sums = row_sums(law, x[rows], y[index], weights, count, residual, stands, multiples)
+            return sums, rows, index, count, stands
+
+        everything = block.y.shape[0] <= self.max_keys
+        sums, rows, index, count, stands = looked_at(max_rows, self.max_keys, output=everything)
+        if block.v is not None and not everything:
+            # Between different keys the values mostly cancel, and a sample of the keys does not: the fewer are left out
+            # the better. A few rows will do, since only the ratio to the error of their weights is taken from them.
+            more = looked_at(max(4, max_rows // 8), self.output_keys, output=True)[0]
+            head = block.head
+            self.out_sums[head] = self.out_sums[head] + more if head in self.out_sums else more
+        if law.trig:  # cosines are bounded
+            return sums, 0.0, 0.0
+        z = x[rows].unsqueeze(1) + y[index]
+        z = z if law.basis is None else z @ law.basis
+        carried = own[rows].gather(1, index)
+        spread = draw_variance(z, carried, law.a, paired=law.paired, rows=stands, keys=count)
+        weights = block.weights[rows].gather(1, index)
+        skew = normaliser_skew(z, carried, weights, law.a, paired=law.paired, rows=stands, keys=count)
+        return sums, spread, skew
+
+    def _squares(self, head: int, num_features: int) -> tuple[float, float]:
+        weights, out = self.sums[head].error(self.laws[head], num_features)
+        if head in self.out_sums:
+            some, some_out = self.out_sums[head].error(self.laws[head], num_features)
+            out = weights * some_out / some if some > 0 else 0.0
+        return weights, out
 
     def at(self, num_features: int | None) -> tuple[float, float, tuple[float, ...]]:
         """error, output error and the error per head; `num_features` counts for random features only."""
         squares = self.fixed
         if self.sums:
             assert num_features is not None
-            squares = {h: self.sums[h].error(self.laws[h], num_features) for h in self.sums}
+            squares = {h: self._squares(h, num_features) for h in self.sums}
         error = sum(e for e, _ in squares.values()) / sum(self.norm.values())
         size = sum(self.norm_out.values())
         out = sum(e for _, e in squares.values()) / size if size > 0 else 0.0
@@ -201,13 +237,14 @@ class Curve:
         weights, out, _ = self.at(num_features)
         return out if output else weights
 
-    def _signs(self, num_features: int) -> tuple[float, float, float]:
-        """What tells whether the first order holds: rare draws, variance of the normaliser, error of the sample.
+    def _signs(self, num_features: int) -> tuple[float, float, float, float]:
+        """What tells whether the first order holds: rare draws, variance of the normaliser, next order, error of the
+        sample.
 
-        The first is an average over rows, each by its share in the error; the second likewise, trigonometric: the
-        largest, since one row whose normaliser comes near 0 owns the whole error.
+        Averages over rows, each by its share in the error; trigonometric normaliser: the largest, since one row whose
+        normaliser comes near 0 owns the whole error.
         """
-        total = rare = average = largest = variance = 0.0
+        total = rare = average = largest = skew = variance = 0.0
         for head, sums in self.sums.items():
             law = self.laws[head]
             each, _ = sums.rows(law, num_features)
@@ -215,6 +252,7 @@ class Curve:
             carried = each * sums.multiples
             total += float(carried.sum())
             rare += float(carried.sum()) * one * self.spreads[head]
+            skew += float(carried.sum()) * one * self.skews[head]
             spread = torch.nan_to_num(one * sums.normaliser - c * sums.normaliser_gain, nan=math.inf, posinf=math.inf)
             average += float(torch.nan_to_num(carried * spread, nan=0.0, posinf=math.inf).sum())
             largest = max(largest, float(spread.max()))
@@ -224,9 +262,18 @@ class Curve:
             sampled = carried[sums.exact > 1]
             variance += len(sampled) * float(sampled.var()) if len(sampled) > 1 else 0.0
         if not total > 0:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         trig = any(law.trig for law in self.laws.values())
-        return rare / total, largest if trig else average / total, math.sqrt(variance) / total
+        normaliser = largest if trig else average / total
+        return rare / total, normaliser, 3 * normaliser - 2 * skew / total, math.sqrt(variance) / total
+
+    def steady(self, num_features: int) -> bool:
+        """Whether the normaliser of every row stays away from 0; exponential features are positive, so it always does.
+
+        Where trigonometric features may cross it, their error has no mean that draws could show.
+        """
+        trig = any(law.trig for law in self.laws.values())
+        return not trig or self._signs(num_features)[1] <= STEADY_NORMALISER
 
     def trust(self, num_features: int | None) -> tuple[bool, str]:
         """Whether the formula holds at this number of features, and if not, why."""
@@ -235,51 +282,25 @@ class Curve:
         assert num_features is not None
         error = self.at(num_features)[0]
         trig = any(law.trig for law in self.laws.values())
-        rare, normaliser, sampling = self._signs(num_features)
+        rare, normaliser, second, sampling = self._signs(num_features)
         measure = "measure it, for example with plan()"
-        if trig and not (error <= TRIG_LIMIT and normaliser <= TRIG_NORMALISER):
-            return False, (
-                f"trigonometric features above {TRIG_LIMIT}, or a row whose normaliser comes close to 0: the true "
-                f"error is larger; {measure}"
-            )
-        if not trig and not error <= POSITIVE_LIMIT:
-            return False, (
-                f"positive features above {POSITIVE_LIMIT}: a few large pairs carry the variance, "
-                f"the true error is usually smaller; {measure}"
-            )
-        if not trig and not (rare <= MOST_RARE and normaliser <= MOST_NORMALISER):
+        if trig and not normaliser <= TRIG_NORMALISER:
+            return False, f"there is a row whose normaliser comes close to 0: the true error is larger; {measure}"
+        if not trig and not rare <= MOST_RARE:
             return False, (
                 "queries and keys of large norm: draws too rare to be met carry the expected error, the usual one is "
                 f"smaller; {measure}"
+            )
+        if not trig and not abs(second) <= SECOND_ORDER:
+            return False, (
+                f"too few features for the first order: the next one changes it by {second:+.0%}, and it is not the "
+                f"last; {measure}"
             )
         if not trig and normaliser < -error:
             return False, f"what dependent rows share is beyond its leading order here; {measure}"
         if not sampling <= MOST_SAMPLING:
             return False, f"the rows looked at differ too much to stand for all (raise max_queries); or {measure}"
         return True, ""
-
-
-def baseline_errors(sample: list[Block], means: list[Means]) -> tuple[dict[str, float], dict[str, float]]:
-    """Errors of the weights and of the outputs of every one of BASELINES."""
-
-    def rows(block: Block) -> Iterator[tuple[str, Tensor]]:
-        centre = means[block.kv_head]
-        yield "uniform", uniform_weights(block)
-        yield "degree-1", polynomial_weights(block, centre, degree=1)
-        yield "hermite-2", polynomial_weights(block, centre, degree=2, hermite=True)
-        yield "taylor-2", polynomial_weights(block, None, degree=2)
-
-    norm = sum(block.total(block.weights.square()) for block in sample)
-    norm_out = sum(block.total(block.out.square()) for block in sample if block.v is not None)
-    weights: dict[str, float] = {}
-    outs: dict[str, float] = {}
-    for block in sample:
-        for name, approximation in rows(block):
-            error, out = squared_errors(block, approximation)
-            weights[name] = weights.get(name, 0.0) + error / norm
-            if norm_out > 0:
-                outs[name] = outs.get(name, 0.0) + out / norm_out
-    return weights, outs
 
 
 def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> None:
@@ -315,13 +336,13 @@ def predict_error(
 
     mechanism:   "performer" with its options (softmax kernel, chi norms), "taylor", or an object of these; a name is
                  calibrated on q and k where it uses calibration, an object is taken as it is
-    v:           (B, H, S, E): also predict the relative squared error of the output; with more than `max_keys` keys it
-                 rests on a sample of the values and can be off by half, whatever `reliable` says of the weights
+    v:           (B, H, S, E): also predict the relative squared error of the output; with more than 1024 keys (or
+                 `max_keys`, if that is more) it rests on a sample of the values, whose error grows with S over that
     max_queries: rows per head;  max_keys: keys per row that the closed form looks at
 
-    Closed form: see `planning/covariance.py`. `reliable` is True where it is below 0.05 (trigonometric: 0.2), no rare
-    draws carry it, the normaliser stays away from 0 and the rows looked at agree; there it is within 20 % of the mean
-    over many draws. The features are
+    Closed form: see `planning/covariance.py`. It is the first order of an expansion in the errors of a row's sum;
+    `reliable` is True where the next order changes it by at most 15 %, no rare draws carry it, the normaliser stays
+    away from 0 and the rows looked at agree; there it is within 20 % of the mean over many draws. The features are
     those of Choromanski et al., "Rethinking Attention with Performers", 2021, and Likhosherstov et al., "FAVOR#", 2023.
 
     >>> import torch, subquad as sq

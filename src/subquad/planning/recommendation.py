@@ -9,6 +9,7 @@ from typing import Any
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from .cost import TimeEstimate
+from .measuring import SLACK
 
 __all__ = ["Choice", "Plan"]
 
@@ -31,9 +32,10 @@ class Choice:
     """One mechanism with its options.
 
     predicted_error: from the closed form (`predicted_reliable` says whether it holds there) or computed exactly
-    measured_error:  on a piece of the sequence, the mean over draws
-    error_at_length: where it grows with length (windows, clusters): the measured error carried on to the plan's length
+    measured_error:  on the input itself or as much of it as can be afforded, the mean over `draws` draws
+    error_at_length: where the input is shorter than the plan's length: the growth seen in the input carried on to it
     error:           the last of these three that there is
+    error_high:      what it is unlikely to exceed: two standard errors more, of draws and of queries
     time:            at the plan's length, on this machine; only what meets the target is timed
     """
 
@@ -43,6 +45,8 @@ class Choice:
     predicted_reliable: bool = True
     measured_error: float | None = None
     error_at_length: float | None = None
+    error_high: float | None = None
+    draws: int = 0
     time: TimeEstimate | None = None
     note: str = ""
     given: Mechanism | None = field(default=None, repr=False, compare=False)
@@ -53,6 +57,18 @@ class Choice:
         every = (self.error_at_length, self.measured_error, self.predicted_error)
         value = next((x for x in every if x is not None), None)
         return math.inf if value is None or math.isnan(value) else value
+
+    def meets(self, target: float) -> bool:
+        """Whether the error is within the target, and what it is unlikely to exceed within 1.1 of it."""
+        high = self.error if self.error_high is None else self.error_high
+        return self.error <= target and high <= SLACK * target
+
+    @property
+    def shown_error(self) -> str:
+        """The error and, where it was measured, what it is unlikely to exceed."""
+        if self.error_high is None or not math.isfinite(self.error):
+            return f"{self.error:.2g}"
+        return f"{self.error:.2g} (at most {self.error_high:.2g})"
 
     @property
     def seconds(self) -> float:
@@ -94,6 +110,8 @@ class Choice:
             "predicted_reliable": self.predicted_reliable,
             "measured_error": finite(self.measured_error),
             "error_at_length": finite(self.error_at_length),
+            "error_high": finite(self.error_high),
+            "draws": self.draws,
             "time": time,
             "needs_calibration": self.needs_calibration,
             "note": self.note,
@@ -120,10 +138,13 @@ class Plan:
     baselines: dict[str, float]
     criterion: str
     measured_tokens: int
+    measured_heads: int
+    measured_rows: int
 
     def _qualifies(self, choice: Choice) -> bool:
         in_time = self.time_budget is None or choice.seconds <= self.time_budget
-        return choice.error <= self.target_error and choice.error < self.baselines["uniform"] and in_time
+        uniform = self.baselines["uniform"]
+        return choice.meets(min(self.target_error, uniform)) and (choice.error < uniform or choice.error == 0) and in_time
 
     @property
     def attainable(self) -> bool:
@@ -149,12 +170,12 @@ class Plan:
             others = [choice for choice in self.choices if choice.mechanism != "softmax"]
             if not others:
                 return f"Unattainable: there was nothing to choose from. Softmax takes {softmax}."
-            nearest = min(others, key=lambda c: c.error)
-            late = nearest.error <= self.target_error and nearest.error < uniform
+            nearest = min(others, key=lambda c: max(c.error, c.error_high or 0.0))
+            late = any(math.isfinite(choice.seconds) for choice in others) and self.time_budget is not None
             why = (
                 f"what meets the target takes longer than the budget of {self.time_budget:.3g} s"
                 if late
-                else f"the best approximation, {nearest.label}, has error {nearest.error:.2g}, "
+                else f"the best approximation, {nearest.label}, has error {nearest.shown_error}, "
                 f"the mean of all values {uniform:.2g}"
             )
             return (
@@ -169,18 +190,21 @@ class Plan:
         gain = self.exact.seconds / best.seconds
         calibration = " Call calibrate(q, k) on sample data first." if best.needs_calibration else ""
         return (
-            f"Use {best.label}: error {best.error:.2g} (target {self.target_error:g}), {best.time} at length "
+            f"Use {best.label}: error {best.shown_error} (target {self.target_error:g}), {best.time} at length "
             f"{self.length}, {gain:.2g} times as fast as softmax.{calibration}{flat}"
         )
 
     @property
     def notes(self) -> list[str]:
-        """What the numbers do not say."""
-        found = []
+        """What was measured, and what the numbers do not say."""
+        heads = "head" if self.measured_heads == 1 else "heads"
+        of = "" if self.measured_heads == self.heads else f" (of {self.heads})"
+        where = f"{self.measured_tokens} tokens of {self.measured_heads} {heads}{of}, {self.measured_rows} exact rows"
+        found = [f"measured on {where} of each; 'at most' is two standard errors more, of draws and of queries"]
         if self.length > self.measured_tokens:
             found.append(
-                f"windows, clusters and buckets were measured on {self.measured_tokens} tokens; 'at length' carries on "
-                "the growth seen there, which longer inputs of yours would show better"
+                f"the input has fewer tokens than {self.length}, or more than a plan runs: 'at length' carries on the "
+                f"growth of the error from {self.measured_tokens // 2} to {self.measured_tokens} tokens"
             )
         return found
 
@@ -198,6 +222,8 @@ class Plan:
             "is_causal": self.is_causal,
             "time_budget": self.time_budget,
             "measured_tokens": self.measured_tokens,
+            "measured_heads": self.measured_heads,
+            "measured_rows": self.measured_rows,
             "notes": self.notes,
         }
 
@@ -206,14 +232,15 @@ class Plan:
             return "-" if x is None else f"{x:.2g}" if math.isfinite(x) else "inf"
 
         width = max([len(choice.label) for choice in self.choices] + [10])
-        lines = [self.verdict, "", f"{'choice':{width}}  predicted  measured  at length  time at {self.length}"]
+        titles = f"predicted  measured  at length  at most  time at {self.length}"
+        lines = [self.verdict, "", f"{'choice':{width}}  {titles}"]
         for choice in self.choices:
             predicted = number(choice.predicted_error) + ("" if choice.predicted_reliable else " ?")
             time = "-" if choice.time is None else str(choice.time)
             mark = "*" if choice is self.best else " "
             end = f"{time}  {choice.note}".rstrip()
             errors = f"{predicted:>9}  {number(choice.measured_error):>8}  {number(choice.error_at_length):>9}"
-            lines.append(f"{choice.label:{width}}{mark} {errors}  {end}")
+            lines.append(f"{choice.label:{width}}{mark} {errors}  {number(choice.error_high):>7}  {end}")
         shown = ", ".join(f"{name} {value:.2g}" for name, value in self.baselines.items())
         lines.append(f"{'baselines, error of the ' + self.criterion}: {shown}")
         if any(not choice.predicted_reliable for choice in self.choices):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..features.base import scaled
 
-__all__ = ["CANDIDATES", "Block", "blocks", "evenly", "pick_by_size", "pick_keys", "pick_rows"]
+__all__ = ["CANDIDATES", "MOST_ROWS", "Block", "blocks", "evenly", "pick_by_size", "pick_keys", "pick_rows"]
 
 MOST_KEYS = 16384  # beyond this even a row of scores is sampled
 MOST_ROWS = 256  # over all heads: many heads share the work

@@ -1,0 +1,94 @@
+"""What things cost: measured points, the curve through them, and how far to trust it."""
+
+import json
+
+import pytest
+
+import subquad as sq
+from subquad.planning import cost
+from subquad.planning.cost import CostModel, TimeEstimate, predict_time
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_and_short_measurements(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cost, "LENGTHS", (128, 256, 512))
+    monkeypatch.setattr(cost, "ROUNDS", 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "law"),
+    [
+        ("linear", lambda n: 2e-3 + 3e-6 * n),
+        ("quadratic", lambda n: 1e-6 * n + 4e-9 * n * n),
+        ("power", lambda n: 1e-6 * n**1.5),
+    ],
+)
+def test_cost_models_find_their_law(form, law):
+    model = CostModel(form, {n: (law(n), 1.02 * law(n), 1.05 * law(n)) for n in (256, 512, 1024, 2048, 4096)})
+    for length in (512, 4096, 16384, 100_000):
+        found = model.at(length)
+        assert found.seconds == pytest.approx(law(length), rel=1e-3)
+        assert found.low <= law(length) <= found.high
+        assert found.high / found.low < 1.15
+
+
+def test_cost_uncertainty_grows_with_noise_and_distance():
+    noisy = CostModel("linear", {256: (0.003, 0.004), 1024: (0.009, 0.014), 4096: (0.05, 0.06)})
+    near, far = noisy.at(4096), noisy.at(1_000_000)
+    assert far.high / far.low > near.high / near.low > 1.2
+    assert CostModel("linear", {1000: (0.01,)}).at(4000).seconds == pytest.approx(0.04)
+    # Between two points the points speak, whatever the curve says.
+    assert noisy.at(1024).seconds == 0.009
+
+
+def test_no_negative_coefficients():
+    """Times that fall with length (noise) must not extrapolate below zero."""
+    model = CostModel("linear", {256: (0.010,), 512: (0.009,), 1024: (0.008,)})
+    assert model.at(10**6).seconds > 0
+
+
+def test_predict_time_adds_up_and_is_kept(monkeypatch):
+    calls = []
+
+    def run(call, inputs, training):
+        calls.append(inputs[0].shape)
+        length = inputs[0].shape[-2]
+        return 1e-6 * length if inputs[0].dim() == 3 else 2e-6 * length
+
+    monkeypatch.setattr(cost, "_run", run)
+    once = predict_time("linear", 4096, layers=3, heads=2, head_dim=8, batch=2)
+    assert once.seconds == pytest.approx(6 * 3e-6 * 4096)
+    measured = len(calls)
+    attention = predict_time("linear", 4096, heads=2, head_dim=8, rest_per_token=0.0)
+    assert attention.seconds == pytest.approx(2e-6 * 4096)
+    assert len(calls) == measured
+    assert predict_time("linear", 4096, heads=2, head_dim=8, rest_per_token=1e-3).seconds == pytest.approx(
+        4096 * (1e-3 + 2e-6)
+    )
+    with pytest.raises(ValueError, match="rest_per_token"):
+        predict_time("linear", 4096, rest_per_token=-1.0)
+    assert str(TimeEstimate(0.5, 0.4, 0.6)) == "500 ms (400 to 600)"
+
+
+def test_really_times_and_survives_a_broken_table():
+    attend = sq.create("linear", 8)
+    (model,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
+    assert sorted(model.points) == [128, 256, 512]
+    path = cost.table_path(cost.FILE)
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps({key: {"128": "soon"} for key in table}))
+    (again,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
+    assert sorted(again.points) == [128, 256, 512]
+
+
+def test_times_of_a_busy_hour_are_scaled_by_softmax(monkeypatch):
+    """Everything takes four times as long when the second mechanism is added: the table must not hold it against it."""
+    load = 1.0
+    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: load * 1e-6 * inputs[0].shape[-2])
+    softmax, first, second = (sq.create(name, 8) for name in ("softmax", "linear", "efficient"))
+    before = cost.attention_costs([first, softmax], heads=1)
+    load = 4.0
+    after = cost.attention_costs([second, softmax], heads=1)
+    assert after[1].points == before[1].points
+    assert after[0].at(512).seconds == pytest.approx(before[0].at(512).seconds)
