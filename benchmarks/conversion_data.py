@@ -201,23 +201,64 @@ TOKEN = re.compile(
 )
 
 
-def reaction_batches(path: Path, model: Path, batch: int = 8, share: float = 0.15) -> tuple[list[Batch], float]:
-    """Reactions with a share of their tokens masked; labels are -100 elsewhere."""
+def molecules(reaction: str, shortest: int = 12) -> set[str]:
+    """The molecules of a reaction that are large enough to tell it by; solvents and salts are in half of them."""
+    return {part for side in reaction.split(">") for part in side.split(".") if len(part) >= shortest}
+
+
+def split_reactions(lines: list[str], unseen: int, lessons: int) -> tuple[list[str], list[str]]:
+    """(lessons, unseen): no molecule of the one in the other, so nobody is asked what was shown to him."""
+    kept = list(dict.fromkeys(lines))
+    random.Random(0).shuffle(kept)
+    measured = kept[: min(unseen, len(kept) // 2)]
+    known = set().union(*map(molecules, measured))
+    free = [line for line in kept[len(measured) :] if not molecules(line) & known]
+    return free[:lessons], measured
+
+
+def reaction_batches(
+    path: Path, model: Path, *, unseen: int, lessons: int, batch: int = 16, share: float = 0.15
+) -> tuple[list[Batch], list[Batch], float]:
+    """(lessons, unseen, mean length of the unseen): a share of the tokens masked; labels are -100 elsewhere."""
     words = _vocabulary(model)
-    rng, found, total = random.Random(0), [], 0
+    rng = random.Random(0)
+    special = torch.tensor([words[w] for w in ("[CLS]", "[SEP]", "[PAD]")])
+
+    def tokens(reaction: str) -> list[int]:
+        return [words["[CLS]"], *(words.get(t, words["[UNK]"]) for t in TOKEN.findall(reaction)), words["[SEP]"]]
+
+    def batches(part: list[str]) -> tuple[list[Batch], float]:
+        rows = [row for row in map(tokens, sorted(part, key=len)) if len(row) <= 512]
+        found = []
+        for one in padded(rows, batch, words["[PAD]"]):
+            ids = one["input_ids"]
+            open_places = one["attention_mask"].bool() & ~torch.isin(ids, special)
+            chosen = open_places & (torch.tensor([rng.random() for _ in range(ids.numel())]).view_as(ids) < share)
+            hidden = ids.masked_fill(chosen, words["[MASK]"])
+            found.append({**one, "input_ids": hidden, "labels": torch.where(chosen, ids, -100)})
+        return found, sum(map(len, rows)) / len(rows)
+
     lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    rows = [[words["[CLS]"], *(words.get(t, words["[UNK]"]) for t in TOKEN.findall(x)), words["[SEP]"]] for x in lines]
-    rows = [row for row in rows if len(row) <= 512]
-    for part in padded(rows, batch, words["[PAD]"]):
-        ids = part["input_ids"]
-        special = torch.tensor([words[w] for w in ("[CLS]", "[SEP]", "[PAD]")])
-        open_places = part["attention_mask"].bool() & ~torch.isin(ids, special)
-        chosen = open_places & (torch.tensor([rng.random() for _ in range(ids.numel())]).view_as(ids) < share)
-        found.append(
-            {**part, "input_ids": ids.masked_fill(chosen, words["[MASK]"]), "labels": torch.where(chosen, ids, -100)}
-        )
-        total += int(part["attention_mask"].sum())
-    return found, total / len(rows)
+    taught, measured = split_reactions(lines, unseen, lessons)
+    made, mean = batches(measured)
+    shown = batches(taught)[0]
+    rng.shuffle(shown)  # those of all lengths among the first ones, which calibrate
+    return shown, made, mean
+
+
+def keys_seen(sample: Any, window: int) -> tuple[list[float], list[float]]:
+    """Of one layer's first call, by heads: exp of the entropy of its rows, and their weight beyond the window."""
+    q, k, mask = sample.q[0], sample.k[0], sample.key_mask[0]
+    real = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool) if mask is None else mask
+    weights = (sample.scale * q @ k.mT).masked_fill(~real[:, None, None], -math.inf).softmax(-1)
+    place = torch.arange(q.shape[2])
+    beyond = (weights * ((place[:, None] - place).abs() > window)).sum(-1)
+    entropy = torch.special.entr(weights).sum(-1)
+
+    def mean(x: Tensor) -> Tensor:
+        return (x * real[:, None]).sum((0, 2)) / real.sum()
+
+    return mean(entropy).exp().tolist(), mean(beyond).tolist()
 
 
 @torch.no_grad()

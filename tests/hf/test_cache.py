@@ -19,10 +19,8 @@ NAMES = sq.list_mechanisms(causal=True, recurrent=True)
 def mechanism(name: str):
     made = sq.create(name, head_dim=8, heads=2, **MECHANISMS[name].CONTRACT_VARIANTS[0])
     x = torch.randn(2, 2, 20, 8)
-    try:
+    if made.uses_calibration:
         made.calibrate(x, x)
-    except ValueError as error:
-        assert "uses no calibration" in str(error)
     return made
 
 

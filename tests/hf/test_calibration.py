@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 import subquad as sq
 from subquad.features.calibration import Calibration
@@ -13,31 +12,19 @@ from subquad.hf.calibration import calibrate_layers
 from subquad.hf.capturing import capture
 from subquad.hf.head_groups import HeadGroups
 
+from . import zoo
+from .zoo import padded_batches
+
 SDERF = {"features": "sderf", "center": True, "antithetic": True, "num_features": 32, "seed": 0}
 
 
 @pytest.fixture
 def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
-        initializer_range=0.3, max_position_embeddings=128,
-    )  # fmt: skip
-    return BertModel(config, add_pooling_layer=False).eval()
-
-
-def batches(count=2, length=48, vocab=40):
-    generator = torch.Generator().manual_seed(5)
-    made = []
-    for _ in range(count):
-        mask = torch.ones(3, length, dtype=torch.long)
-        mask[1, length - 9 :] = 0
-        made.append({"input_ids": torch.randint(0, vocab, (3, length), generator=generator), "attention_mask": mask})
-    return made
+    return zoo.encoder()
 
 
 def test_statistics_are_those_of_the_real_tokens(bert):
-    given = batches()
+    given = padded_batches()
     found = calibrate_layers(bert, given)
     assert sorted(found) == [0, 1]
     for sample in capture(bert, given):
@@ -52,7 +39,7 @@ def test_statistics_are_those_of_the_real_tokens(bert):
 
 
 def test_padding_changes_no_statistic(bert):
-    given = batches(1)
+    given = padded_batches(1)
     garbage = copy.deepcopy(given)
     garbage[0]["input_ids"][1, -9:] = 7
     one, two = (calibrate_layers(bert, b)[1] for b in (given, garbage))
@@ -73,11 +60,11 @@ def test_values_that_are_not_finite_are_refused_by_layer(bert):
     with torch.no_grad():
         bert.encoder.layer[1].attention.self.key.bias[0] = math.inf
     with pytest.raises(ValueError, match=r"layer 1 .*keys that are not finite"):
-        calibrate_layers(bert, batches(1))
+        calibrate_layers(bert, padded_batches(1))
 
 
 def test_statistics_stand_in_for_batches(bert):
-    given = batches()
+    given = padded_batches()
     stats = calibrate_layers(bert, given)[0]
     sample = capture(bert, given, layers=[0])[0]
     q, k, v, mask = next(sample.calls())
@@ -94,7 +81,7 @@ def test_statistics_stand_in_for_batches(bert):
 
 
 def test_statistics_of_other_heads_are_refused(bert):
-    stats = calibrate_layers(bert, batches(1))[0]
+    stats = calibrate_layers(bert, padded_batches(1))[0]
     with pytest.raises(ValueError, match="calibrated with 4 KV heads"):
         stats.calibrate(sq.create("taylor", 8, 2, degree=1, center=True))
 

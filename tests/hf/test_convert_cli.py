@@ -139,6 +139,23 @@ def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def _flat(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_the_model_that_is_read_is_never_written_over(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (tmp_path / "link").symlink_to(folder)
+    for out in (folder, tmp_path / "link", folder / ".." / folder.name):
+        ran = invoke(folder, "--no-speed", "--out", out)
+        assert ran.exit_code == 2 and "the folder of the model itself" in _flat(ran.output), ran.output
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    (tmp_path / "file").touch()
+    ran = invoke(folder, "--no-speed", "--out", tmp_path / "file")
+    assert ran.exit_code == 2 and "a folder is expected" in _flat(ran.output)
+
+
 def test_perplexity_is_that_of_the_models_own_loss() -> None:
     model = make("gpt2")
     batches = to_batches([[5, 6, 7, 8, 9], [10, 11, 12]], 2, 0)

@@ -46,6 +46,15 @@ def distance(teacher, student, given):
         return float((student(**given).last_hidden_state - wanted)[real].norm() / wanted[real].norm())
 
 
+def test_inputs_within_the_window_teach_nothing_and_do_no_harm():
+    teacher = bert()
+    far = {"mechanism": "taylor", "degree": 1, "center": True}
+    student = student_of(teacher, {"mechanism": "hybrid", "window": 30, "sinks": 1, "far": far})
+    report = distill(teacher, student, batches(2, length=24), steps=2)
+    assert len(report.attention_losses) == 2 and max(report.attention_losses) < 1e-8
+    assert distance(teacher, student, batches(1, length=24)[0]) < 1e-4
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -6,11 +6,14 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import subquad as sq
 from subquad.hf.layer_plan import default_candidates, plan_layers
 from subquad.hf.plan_search import search
+
+from . import zoo
+from .zoo import padded_batches
 
 DEGREE1 = {"mechanism": "taylor", "degree": 1, "center": True}
 SDERF = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": 32}
@@ -24,22 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bert():
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
-        initializer_range=0.3, max_position_embeddings=128,
-    )  # fmt: skip
-    return BertModel(config, add_pooling_layer=False).eval()
-
-
-def batches(count=2, length=48, vocab=40):
-    generator = torch.Generator().manual_seed(5)
-    made = []
-    for _ in range(count):
-        mask = torch.ones(3, length, dtype=torch.long)
-        mask[1, length - 9 :] = 0
-        made.append({"input_ids": torch.randint(0, vocab, (3, length), generator=generator), "attention_mask": mask})
-    return made
+    return zoo.encoder()
 
 
 def test_search_takes_the_cheapest_that_meets_the_target():
@@ -64,7 +52,7 @@ def test_search_keeps_the_number_of_groups():
 
 
 def test_a_plan_converts_and_its_errors_are_those_of_the_conversion(bert):
-    given = batches(4)
+    given = padded_batches(4)
     plan = plan_layers(
         bert, given, target_error=0.6, length=64, lengths=(64,), draws=2,
         candidates=[DEGREE1, SDERF, {"mechanism": "local", "window": 16, "global_tokens": 1}],
@@ -85,14 +73,14 @@ def test_a_plan_converts_and_its_errors_are_those_of_the_conversion(bert):
 
 
 def test_layers_that_miss_the_target_stay_exact_and_say_what_that_costs(bert):
-    plan = plan_layers(bert, batches(), target_error=1e-9, length=64, lengths=(64, 128), candidates=[DEGREE1])
+    plan = plan_layers(bert, padded_batches(), target_error=1e-9, length=64, lengths=(64, 128), candidates=[DEGREE1])
     assert plan.left_exact == [0, 1]
     assert all("above the target" in choice.reason for choice in plan.choices)
     assert plan.mechanisms() == {0: None, 1: None}
     assert plan.seconds(128) == pytest.approx(sum(choice.exact_seconds[128] for choice in plan.choices))
     assert "left exact" in str(plan)
     insisting = plan_layers(
-        bert, batches(), target_error=1e-9, length=64, lengths=(64,), candidates=[DEGREE1], keep_exact=False
+        bert, padded_batches(), target_error=1e-9, length=64, lengths=(64,), candidates=[DEGREE1], keep_exact=False
     )
     assert not insisting.left_exact
 
@@ -103,21 +91,51 @@ def test_a_budget_buys_accuracy(bert, monkeypatch):
     times = (torch.tensor([[1.0], [2.0]]).double(), [8.0])
     monkeypatch.setattr("subquad.hf.layer_plan._times", lambda *args: times)
     call = {"length": 64, "lengths": (64,), "candidates": candidates, "max_groups": 2}
-    poor, middle, rich = (plan_layers(bert, batches(), budget=budget, **call) for budget in (1.0, 12.0, 100.0))
+    poor, middle, rich = (plan_layers(bert, padded_batches(), budget=budget, **call) for budget in (1.0, 12.0, 100.0))
     assert poor.seconds(64) == 8.0  # the cheapest there is: 2 layers of 4 heads
     assert 8.0 < middle.seconds(64) <= 12.0
     errors = [sum(c.error**2 for c in plan.choices) for plan in (poor, middle, rich)]
     assert errors[0] > errors[1] > errors[2]
 
 
-def test_grouped_heads_and_causal_models():
+def test_clusters_serve_sharp_and_far_attention_and_come_back_after_saving(bert, tmp_path):
+    given = padded_batches()
+    # As many clusters as tokens: exact, so the plan must find nothing better, and the model must not change.
+    candidates = default_candidates(windows=(2,), features=(16,), clusters=64, topk=48)
+    plan = plan_layers(bert, given, target_error=1e-4, length=64, lengths=(64,), candidates=candidates)
+    assert [g["mechanism"] for choice in plan.choices for g in choice.groups] == ["improved-clustered"] * 2
+    with torch.no_grad():
+        wanted = bert(**given[0]).last_hidden_state
+        sq.hf.convert(bert, plan.mechanisms())
+        real = given[0]["attention_mask"].bool()
+        torch.testing.assert_close(bert(**given[0]).last_hidden_state[real], wanted[real], rtol=1e-3, atol=1e-3)
+        bert.save_pretrained(tmp_path / "model")
+        again = sq.hf.load(tmp_path / "model")
+        torch.testing.assert_close(again(**given[0]).last_hidden_state, bert(**given[0]).last_hidden_state)
+
+
+def test_causal_layers_choose_among_causal_candidates(llama):
+    clustered = {"mechanism": "improved-clustered", "clusters": 4, "topk": 8}
+    call = {"target_error": 0.9, "length": 64, "lengths": (64,)}
+    plan = plan_layers(llama, padded_batches(), candidates=[clustered, {"mechanism": "local", "window": 8}], **call)
+    assert [group["mechanism"] for group in plan.choices[0].groups] == ["local"]
+    with pytest.raises(ValueError, match=r"improved-clustered.*causal form"):
+        plan_layers(llama, padded_batches(), candidates=[clustered], **call)
+
+
+@pytest.fixture
+def llama():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    given = batches()
+    return LlamaForCausalLM(config).eval()
+
+
+def test_grouped_heads_and_causal_models(llama):
+    model = llama
+    given = padded_batches()
     plan = plan_layers(
         model, given, target_error=0.9, length=64, lengths=(64,),
         candidates=default_candidates(windows=(8,), features=(16,)),
@@ -143,7 +161,7 @@ def test_grouped_heads_and_causal_models():
 )
 def test_a_plan_needs_one_sensible_aim(bert, aim):
     with pytest.raises(ValueError, match=r"target_error|budget"):
-        plan_layers(bert, batches(1), **aim)
+        plan_layers(bert, padded_batches(1), **aim)
 
 
 def test_a_plan_needs_batches(bert):

@@ -196,7 +196,7 @@ def rewrite(folder: Path, **fields: Any) -> None:
     ("fields", "message"),
     [
         ({"config_version": CONFIG_VERSION + 1}, f"config_version={CONFIG_VERSION + 1}.*newer one: upgrade subquad"),
-        ({"config_version": "1"}, "'config_version' must be an integer, got '1'"),
+        ({"config_version": "1"}, "'config_version' of a model config must be an integer, got '1'"),
         ({"headds": 3}, r"no fields \['headds'\]; did you mean 'heads'"),
         ({"layers": None}, r"lacks the fields \['layers'\]"),
         ({"mechanism": "preformer"}, "mechanism='preformer' is not known.*did you mean 'performer'"),

@@ -153,3 +153,24 @@ def real_logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     if logits.dim() == 3 and mask is not None and mask.shape == logits.shape[:2]:
         return logits[mask.bool()]
     return logits.flatten(0, -2)
+
+
+def encoder() -> Any:
+    """A BERT of two layers without a pooler, for statistics and plans."""
+    torch.manual_seed(0)
+    config = tf.BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32,
+        initializer_range=0.3, max_position_embeddings=128,
+    )  # fmt: skip
+    return tf.BertModel(config, add_pooling_layer=False).eval()
+
+
+def padded_batches(count: int = 2, length: int = 48, vocab: int = 40) -> list[dict[str, Tensor]]:
+    """Batches of three sequences, the second of which ends with padding."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(3, length, dtype=torch.long)
+        mask[1, length - 9 :] = 0
+        made.append({"input_ids": torch.randint(0, vocab, (3, length), generator=generator), "attention_mask": mask})
+    return made

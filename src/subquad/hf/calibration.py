@@ -24,7 +24,7 @@ from ..mechanisms import Mechanism
 from .capturing import LayerSample, capture
 from .head_groups import HeadGroups
 
-__all__ = ["LayerStatistics", "calibrate_layers"]
+__all__ = ["LayerStatistics", "calibrate_layers", "gather"]
 
 WINDOWS = (16, 32, 64, 128)
 # Rows of a layer's attention that are written out to see where its weight lies.

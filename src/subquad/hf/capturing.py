@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from .families import AttentionLayer, find_layers
+from .families import AttentionLayer, known_layers
 from .interface import IMPLEMENTATION, Seen, recording
 from .torch_modules import watched
 
-__all__ = ["LayerSample", "capture", "run", "select_layers"]
+__all__ = ["LayerSample", "capture", "run", "select_layers", "through_interface"]
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,7 @@ def capture(
     >>> [(s.layer, tuple(s.q[0].shape), round(s.scale, 3)) for s in samples]
     [(0, (2, 4, 10, 8), 0.354), (1, (2, 4, 10, 8), 0.354)]
     """
-    found = find_layers(model)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention layer that is known: neither one that calls transformers' "
-            "attention interface nor a torch.nn.MultiheadAttention"
-        )
+    found = known_layers(model)
     if max_tokens is not None:
         checks.check_positive("max_tokens", max_tokens)
     wanted = select_layers(found, layers) if layers is not None else [one for one in found if not one.obstacle]

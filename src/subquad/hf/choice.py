@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from ..features.calibration import Calibration
 from ..mechanisms import Mechanism
 from ..nn.choice import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
-from .families import AttentionLayer, find_layers
+from .families import AttentionLayer, known_layers
 from .head_groups import HeadGroups
 
 __all__ = ["Assignment", "assign", "by_name", "known_layers", "needs_calibration", "seen_as"]
@@ -35,17 +33,6 @@ class Assignment:
 def by_name(name: Any) -> Any:
     """What `create` takes for a name: a mixture of mechanisms per head has one, but exists for conversion only."""
     return HeadGroups if name == HeadGroups.name else name
-
-
-def known_layers(model: nn.Module) -> list[AttentionLayer]:
-    """The attention layers of `model`, or an error that says what is looked for."""
-    found = find_layers(model)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no attention layer that is known: neither one that calls transformers' "
-            "attention interface nor a torch.nn.MultiheadAttention"
-        )
-    return found
 
 
 def seen_as(layer: AttentionLayer, sample: LayerSample | None) -> AttentionLayer:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from .. import checks
-from ..nn.config import CONFIG_VERSION, ModelConfig, mechanism_data
+from ..nn.config import CONFIG_VERSION, ModelConfig, check_version, mechanism_data
 
 __all__ = ["SubquadConfig"]
 
@@ -118,13 +118,7 @@ class SubquadConfig(PreTrainedConfig):
 
     @staticmethod
     def _check_file(version: object, given: dict[str, Any]) -> None:
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"the field 'config_version' must be an integer, got {version!r}")
-        if version > CONFIG_VERSION:
-            raise ValueError(
-                f"the config has config_version={version}, this subquad reads up to {CONFIG_VERSION}; it was written "
-                "by a newer one: upgrade subquad to load it"
-            )
+        check_version("config_version", version)
         missing = [name for name in (*_REQUIRED, "kind", "vocab", "mechanism") if name not in given]
         if missing:
             raise ValueError(f"the config lacks the fields {missing}")
@@ -140,7 +134,7 @@ class SubquadConfig(PreTrainedConfig):
             )
         if unknown:
             hint = checks.nearest(unknown[0], own)
-            raise ValueError(f"SubquadConfig has no fields {unknown}{hint} Its own fields: {sorted(own)}")
+            raise ValueError(f"SubquadConfig has no fields {unknown}{hint}; its own fields: {sorted(own)}")
 
     def _check_extras(self) -> None:
         if self.kind == "encoder-decoder":

@@ -20,7 +20,7 @@ from ..mechanisms.softmax import Softmax
 from .capturing import LayerSample
 from .families import AttentionLayer
 
-__all__ = ["ConversionReport", "Errors", "LayerReport", "describe", "uniform_output"]
+__all__ = ["ConversionReport", "Errors", "LayerReport", "describe", "total_tokens", "uniform_output"]
 
 # The window of the comparison for mechanisms that have none.
 _WINDOW, _SINKS = 32, 4

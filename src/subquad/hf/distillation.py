@@ -32,12 +32,15 @@ from .. import checks
 from ..mechanisms.softmax import Softmax
 from .capturing import capture, run
 from .choice import known_layers
+from .distillation_memory import Kept
 from .distillation_state import Checkpoint, Stage
 from .interface import mechanism_of
 from .output_projections import output_weight, projection_names
 from .trainable import attention_tensors, bounded, gradients_off, loss_between, trainable_buffers
 
 __all__ = ["DistillationReport", "distill"]
+
+Call = dict[str, Any]
 
 
 class Progress(Protocol):
@@ -77,23 +80,30 @@ def _rate(step: int, steps: int, share: float) -> float:
     return 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def _attention_loss(teacher: nn.Module, student: nn.Module, batch: Any) -> Tensor:
-    """Sum of the losses of all converted layers on the teacher's own tensors."""
-    layers = [layer for layer in known_layers(student) if _learns(layer.module)]
+def _lesson(teacher: nn.Module, indices: Sequence[int], batch: Any) -> list[tuple[int, Call, Tensor, int]]:
+    """What the teacher's layers see and give: (layer, call, exact output, calls of that layer)."""
+    found = []
+    for sample in capture(teacher, [batch], layers=indices):
+        for q, k, v, mask in sample.calls():
+            call: Call = {"is_causal": sample.is_causal, "scale": sample.scale, "key_mask": mask}
+            call["query_mask"] = None if sample.cross else mask
+            with torch.no_grad():
+                wanted = Softmax(q.shape[-1])(q, k, v, **call)
+            found.append((sample.layer, {"q": q, "k": k, "v": v, **call}, wanted, len(sample)))
+    return found
+
+
+def _attention_loss(teacher: nn.Module, student: nn.Module, batch: Any, index: int, kept: Kept) -> Tensor:
+    """Sum of the losses of all converted layers on the teacher's own tensors; `index` is the number of the batch."""
+    layers = {layer.index: layer for layer in known_layers(student) if _learns(layer.module)}
     exact = {layer.index: layer for layer in known_layers(teacher)}
     total = torch.zeros(())
-    for sample in capture(teacher, [batch], layers=[layer.index for layer in layers]):
-        layer = next(one for one in layers if one.index == sample.layer)
-        mechanism = mechanism_of(layer.module)
+    for number, call, wanted, calls in kept.get(("attention", index), lambda: _lesson(teacher, list(layers), batch)):
+        mechanism = mechanism_of(layers[number].module)
         assert mechanism is not None
-        for q, k, v, mask in sample.calls():
-            own = None if sample.cross else mask
-            call: dict[str, Any] = {"is_causal": sample.is_causal, "scale": sample.scale, "key_mask": mask}
-            with torch.no_grad():
-                wanted = Softmax(q.shape[-1])(q, k, v, query_mask=own, **call)
-                weight = output_weight(teacher, exact[sample.layer], q.shape[1], v.shape[-1])
-            out = mechanism(q, k, v, query_mask=own, **call)
-            total = total.to(out.device) + loss_between(out, wanted, weight, own) / len(sample)
+        weight = output_weight(teacher, exact[number], call["q"].shape[1], call["v"].shape[-1])
+        out = mechanism(**call)
+        total = total.to(out.device) + loss_between(out, wanted, weight, call["query_mask"]) / calls
     return total
 
 
@@ -131,9 +141,16 @@ def output_loss(student: Tensor, teacher: Tensor, mask: Tensor | None, *, logits
     return tokens + (pooled - wanted).square().sum() / wanted.square().sum()
 
 
-def _model_loss(teacher: nn.Module, student: nn.Module, batch: Any, extra: Callable[..., Tensor] | None) -> Tensor:
+def _model_loss(
+    teacher: nn.Module,
+    student: nn.Module,
+    batch: Any,
+    index: int,
+    kept: Kept,
+    extra: Callable[..., Tensor] | None,
+) -> Tensor:
     with torch.no_grad():
-        wanted = _outputs(teacher, batch)
+        wanted = kept.get(("model", index), lambda: _outputs(teacher, batch))
     found = _outputs(student, batch)
     if extra is not None:
         return extra(found, wanted, batch)
@@ -204,10 +221,16 @@ def distill(
         with trainable_buffers(student):
             first = attention_tensors(student)
             if steps and first:
+                kept = Kept()
+
+                def of_attention(step: int) -> Tensor:
+                    index = _order(len(given), step, seed)
+                    return _attention_loss(teacher, student, given[index], index, kept)
+
                 _train(
                     Stage("attention", steps, lr),
                     *(first, keeper, clock, progress, steps + lora_steps, 0),
-                    lambda step: _attention_loss(teacher, student, given[_order(len(given), step, seed)]),
+                    of_attention,
                 )
             if lora_steps and not clock.stopped:
                 _lora(
@@ -287,11 +310,13 @@ def _lora(
     try:
         tensors = {name: p for name, p in student.named_parameters() if ".lora_" in name}
         tensors.update(attention_tensors(student))
-        _train(
-            Stage("model", steps, lr),
-            *(tensors, keeper, clock, progress, before + steps, before),
-            lambda step: _model_loss(teacher, student, batches[_order(len(batches), step, seed + 1)], loss),
-        )
+        kept = Kept()
+
+        def of_model(step: int) -> Tensor:
+            index = _order(len(batches), step, seed + 1)
+            return _model_loss(teacher, student, batches[index], index, kept, loss)
+
+        _train(Stage("model", steps, lr), *(tensors, keeper, clock, progress, before + steps, before), of_model)
     finally:
         adapted.merge_and_unload()
 
@@ -320,7 +345,10 @@ def _train(
                 group["lr"] = stage.lr * _rate(step, stage.steps, clock.share)
             with torch.enable_grad():
                 loss = loss_of(step)
-                gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+                # Inputs that fit into an exact window leave nothing to learn from.
+                gradients: Sequence[Tensor | None] = [None] * len(tensors)
+                if loss.requires_grad:
+                    gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
             norm = math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
             if not (math.isfinite(norm) and math.isfinite(float(loss.detach()))):
                 raise FloatingPointError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["AttentionLayer", "find_layers"]
+__all__ = ["AttentionLayer", "find_layers", "known_layers"]
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
@@ -161,4 +161,15 @@ def find_layers(model: nn.Module) -> list[AttentionLayer]:
             causal = bool(getattr(module, "is_causal", True)) and not cross
             shape = _geometry(module)
             found.append(AttentionLayer(len(found), name, module, *shape, causal, cross, _obstacle(module, cross)))
+    return found
+
+
+def known_layers(model: nn.Module) -> list[AttentionLayer]:
+    """The attention layers of `model`, or an error that says what is looked for."""
+    found = find_layers(model)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no attention layer that is known: neither one that calls transformers' "
+            "attention interface nor a torch.nn.MultiheadAttention"
+        )
     return found

@@ -34,29 +34,10 @@ from .conversion_report import describe, uniform_output
 from .families import AttentionLayer
 from .head_groups import HeadGroups
 from .output_projections import output_weight
+from .plan_candidates import default_candidates, seeded, with_causal_form
 from .plan_search import search
 
 __all__ = ["LayerChoice", "LayerPlan", "default_candidates", "plan_layers"]
-
-
-def default_candidates(
-    *, windows: Sequence[int] = (32, 64, 128), sinks: int = 4, features: Sequence[int] = (64, 256), cross: bool = False
-) -> list[dict[str, Any]]:
-    """What a plan chooses from: windows alone and beside cheap or rich far fields, and features alone.
-
-    >>> [c["mechanism"] for c in default_candidates(windows=(16,), features=(64,))]
-    ['taylor', 'performer', 'local', 'hybrid', 'hybrid']
-    """
-    degree1: dict[str, Any] = {"mechanism": "taylor", "degree": 1, "center": True}
-    rich: list[dict[str, Any]] = [
-        {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": m}
-        for m in features
-    ]
-    found = [degree1, *rich]
-    for window in () if cross else windows:
-        found.append({"mechanism": "local", "window": window, "global_tokens": sinks})
-        found += [{"mechanism": "hybrid", "window": window, "sinks": sinks, "far": far} for far in (degree1, *rich)]
-    return found
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,7 @@ class LayerPlan:
                     head_dim,
                     heads,
                     kv_heads,
-                    groups=[_seeded(group, self.seed, choice.layer, i) for i, group in enumerate(choice.groups)],
+                    groups=[seeded(group, self.seed, choice.layer, i) for i, group in enumerate(choice.groups)],
                     balance=self.balance,
                 )
                 for number, (group, part) in enumerate(zip(choice.groups, attend.parts(), strict=True)):
@@ -155,17 +136,6 @@ class LayerPlan:
 
 def _text(times: Mapping[int, float]) -> dict[str, float]:
     return {str(length): seconds for length, seconds in times.items()}
-
-
-def _seeded(options: Mapping[str, Any], seed: int, layer: int, number: int) -> dict[str, Any]:
-    """The options with a seed of their own wherever something is drawn."""
-    found = dict(options)
-    if isinstance(found.get("far"), Mapping):
-        found["far"] = _seeded(found["far"], seed, layer, number)
-    if found.get("mechanism") == "performer":
-        found.setdefault("seed", (seed * 1009 + layer) * 101 + number)
-        found.setdefault("per_head", True)
-    return found
 
 
 class _Layer:
@@ -239,7 +209,8 @@ def plan_layers(
     batches:      as the model takes them; the first half gives the statistics, the rest the errors
     target_error: largest |W (out - exact)| / |W exact| of a layer; the cheapest mix that meets it is taken
     budget:       seconds of all attention layers for one sequence of `length` tokens; the best mix within it is taken
-    candidates:   options to choose from (`default_candidates()` unless given)
+    candidates:   options to choose from (`default_candidates()` unless given); causal layers choose among those that
+                  have a causal form
     lengths:      where the report says what it costs
     max_groups:   different mechanisms within one layer
     balance:      bring queries and keys to the same covariance first (exact, see `HeadGroups`)
@@ -279,6 +250,9 @@ def plan_layers(
         q, k, v, _ = next(seen[layer.index][0].calls())
         shape = (q.shape[-1], q.shape[1], k.shape[1])
         choices = options if options is not None else default_candidates(cross=layer.cross)
+        causal = seen[layer.index][0].is_causal
+        if causal:
+            choices = with_causal_form(choices, shape, layer.name)
         shapes[layer.index] = shape
         one = _Layer(layer, seen[layer.index], output_weight(model, layer, q.shape[1], v.shape[-1]))
         rows_of_errors = []
@@ -288,7 +262,6 @@ def plan_layers(
             if matrix is not None:
                 matrices[layer.index, number] = matrix
         errors = torch.stack(rows_of_errors)
-        causal = seen[layer.index][0].is_causal
         if (shape, causal, layer.cross) not in costs:
             costs[shape, causal, layer.cross] = _times(choices, shape, causal, lengths)
         found[layer.index] = (layer, one, choices, errors, *costs[shape, causal, layer.cross])
@@ -330,8 +303,10 @@ def plan_layers(
 
 
 def _projection(part: nn.Module) -> Any:
-    """The projection of a mechanism or of its far field, None where it has none."""
-    return next((module for module in part.modules() if isinstance(module, Projection)), None)
+    """The projection of a mechanism or of its far field, a matrix per head; None where it has none."""
+    drawn = (module for module in part.modules() if isinstance(module, Projection))
+    matrices = ((one, one._buffers.get("matrix")) for one in drawn)
+    return next((one for one, matrix in matrices if matrix is not None and matrix.dim() == 3), None)
 
 
 def _best_draws(
@@ -344,7 +319,7 @@ def _best_draws(
     draws: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Errors of one candidate with all heads, (H,), and the projection (H, R, D) that gave them where there is one."""
-    group = {"heads": list(range(shape[2])), **_seeded(options, seed, stats.layer, 0)}
+    group = {"heads": list(range(shape[2])), **seeded(options, seed, stats.layer, 0)}
     attend = stats.calibrate(HeadGroups(*shape, groups=[group], balance=balance))
     errors = one.errors(attend, shape[2])
     projection = _projection(attend)
@@ -367,7 +342,7 @@ def _times(
     head_dim, heads, kv_heads = shape
     made = []
     for c in choices:
-        options = _seeded(c, 0, 0, 0)
+        options = seeded(c, 0, 0, 0)
         made.append(create(options.pop("mechanism"), head_dim, heads, **options))
     *costs, exact = attention_costs([*made, Softmax(head_dim)], heads=heads, is_causal=causal)
     table = torch.tensor([[cost.at(n).seconds / kv_heads for n in lengths] for cost in costs], dtype=torch.float64)

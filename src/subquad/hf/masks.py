@@ -133,12 +133,12 @@ def visible_keys(mask: Tensor | None, q_length: int, kv_length: int, flag: bool,
         real = mask == 0
         # A half-precision minimum is what transformers writes for "hidden"; anything between is a bias.
         if not bool((real | (mask <= -1e4)).all()):
-            _refuse(where, "an additive bias of the scores")
+            raise _refusal(where, "an additive bias of the scores")
     if mask.shape[-1] != kv_length:
         real = real[..., -kv_length:]
     if _repeats_one_row(real, q_length) and pattern in ("causal", "full", "an arbitrary 4D mask"):
         if real.shape[1] > 1 and not bool((real == real[:, :1]).all()):
-            _refuse(where, "a mask that differs between heads")
+            raise _refusal(where, "a mask that differs between heads")
         return Visible(causal, real[:, 0, 0])
     key_mask = real.flatten(1, 2).any(1)
     row = key_mask[:, None, None, :]
@@ -146,8 +146,7 @@ def visible_keys(mask: Tensor | None, q_length: int, kv_length: int, flag: bool,
         return Visible(False, key_mask)
     if bool((real == (row & _lower(q_length, kv_length, real.device))).all()):
         return Visible(q_length > 1, key_mask)
-    _refuse(where, pattern)
-    raise AssertionError("unreachable")
+    raise _refusal(where, pattern)
 
 
 def _lower(q_length: int, kv_length: int, device: torch.device | None) -> Tensor:
@@ -155,8 +154,8 @@ def _lower(q_length: int, kv_length: int, device: torch.device | None) -> Tensor
     return torch.ones(q_length, kv_length, dtype=torch.bool, device=device).tril(kv_length - q_length)
 
 
-def _refuse(where: str, pattern: str) -> None:
-    raise ValueError(
+def _refusal(where: str, pattern: str) -> ValueError:
+    return ValueError(
         f"{where} got {pattern}: linear-time attention takes a causal or a full pattern with padding "
         "(attention_mask of shape (batch, length)), nothing else. Leave this layer exact (layers=), or call the model "
         "without that mask"

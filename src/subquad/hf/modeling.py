@@ -21,7 +21,7 @@ from .. import checks
 from ..features.precision import Float32Buffers
 from ..kernels.checkpointing import tracing
 from ..nn import TransformerDecoder, TransformerEncoder
-from ..nn.attention import check_sequence
+from ..nn.attention import calibrating, check_sequence, reset_linear
 from ..nn.choice import draw_seed
 from ..nn.packing import run_packed
 from ..nn.stack import Stack
@@ -61,9 +61,7 @@ class Head(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Xavier-uniform weights, zero bias."""
-        nn.init.xavier_uniform_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        reset_linear(self)
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
@@ -91,9 +89,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         # The stack initialised itself; what a checkpoint can lack are heads.
         if isinstance(module, Head) or module is self._stack().__dict__["_modules"].get("head"):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+            reset_linear(module)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """{name: name it shares its tensor with}, as it is, whatever the config says about word embeddings."""
@@ -136,19 +132,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
         """Resample what is random in every mechanism, deterministically from its seed and its draw counter."""
         self._stack().redraw()
 
-    @torch.no_grad()
     def calibrate(self, *inputs: Any, **batch: Any) -> None:
         """Run a batch and add each layer's queries and keys to its mechanism's statistics; see `nn`'s `calibrate`."""
-        attentions, training = list(self._stack().attentions()), self.training
-        self.train(False)
-        try:
-            for attention in attentions:
-                attention.calibrating = True
+        with calibrating(self):
             self.base_model(*inputs, **batch)
-        finally:
-            for attention in attentions:
-                attention.calibrating = False
-            self.train(training)
 
     # -- embeddings -------------------------------------------------------------------------------------------------
 

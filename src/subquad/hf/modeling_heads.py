@@ -18,7 +18,13 @@ from .. import checks
 from .configuration import SubquadConfig
 from .modeling import Head, SubquadModel, SubquadPreTrainedModel
 
-__all__ = ["SubquadForCTC", "SubquadForMaskedLM", "SubquadForSequenceClassification", "SubquadForTokenClassification"]
+__all__ = [
+    "SubquadForCTC",
+    "SubquadForMaskedLM",
+    "SubquadForSequenceClassification",
+    "SubquadForTokenClassification",
+    "pool",
+]
 
 
 class SubquadForMaskedLM(SubquadPreTrainedModel):
@@ -94,13 +100,8 @@ def pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
     return hidden.gather(1, index[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
 
 
-class SubquadForSequenceClassification(SubquadPreTrainedModel):
-    """Token ids (B, L) or frames (B, T, frame_width) -> logits (B, num_labels); num_labels = 1 is a regression.
-
-    >>> config = SubquadConfig(kind="encoder", layers=1, heads=2, dim=16, vocab=256, mechanism="linear", num_labels=3)
-    >>> SubquadForSequenceClassification(config)(torch.randint(0, 256, (2, 9))).logits.shape
-    torch.Size([2, 3])
-    """
+class _Classifier(SubquadPreTrainedModel):
+    """A stack, dropout, and a linear layer to as many labels as the config has."""
 
     def __init__(self, config: SubquadConfig) -> None:
         super().__init__(config)
@@ -109,6 +110,15 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = Head(config.dim, config.labels)
         self._finish()
+
+
+class SubquadForSequenceClassification(_Classifier):
+    """Token ids (B, L) or frames (B, T, frame_width) -> logits (B, num_labels); num_labels = 1 is a regression.
+
+    >>> config = SubquadConfig(kind="encoder", layers=1, heads=2, dim=16, vocab=256, mechanism="linear", num_labels=3)
+    >>> SubquadForSequenceClassification(config)(torch.randint(0, 256, (2, 9))).logits.shape
+    torch.Size([2, 3])
+    """
 
     def forward(
         self,
@@ -142,21 +152,13 @@ class SubquadForSequenceClassification(SubquadPreTrainedModel):
         return made.to_tuple() if return_dict is False else made
 
 
-class SubquadForTokenClassification(SubquadPreTrainedModel):
+class SubquadForTokenClassification(_Classifier):
     """Token ids (B, L) -> logits (B, L, num_labels).
 
     >>> config = SubquadConfig(kind="encoder", layers=1, heads=2, dim=16, vocab=256, mechanism="linear", num_labels=3)
     >>> SubquadForTokenClassification(config)(torch.randint(0, 256, (2, 9))).logits.shape
     torch.Size([2, 9, 3])
     """
-
-    def __init__(self, config: SubquadConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.labels
-        self.model = SubquadModel(config)
-        self.dropout = nn.Dropout(config.classifier_dropout)
-        self.classifier = Head(config.dim, config.labels)
-        self._finish()
 
     def forward(
         self,

@@ -27,7 +27,7 @@ from .families import find_layers
 from .interface import mechanism_of
 from .loading import settle
 
-__all__ = ["load", "rebuild", "saved_class"]
+__all__ = ["load", "read_config", "rebuild", "saved_class"]
 
 
 def rebuild(config: dict[str, Any]) -> Mechanism:
@@ -146,7 +146,8 @@ def _install() -> None:
 _install()
 
 
-def _read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a folder that `save_pretrained` wrote, as plain data; says what is wrong where it is not."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; expected a folder written by save_pretrained")
@@ -161,7 +162,7 @@ def _read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def saved_class(folder: str | os.PathLike[str]) -> Any:
     """The model class that wrote a folder, from transformers or from here."""
-    config = _read_config(folder)
+    config = read_config(folder)
     names = config.get("architectures") or []
     ours = config.get("model_type") == "subquad"
     source = importlib.import_module(__package__) if ours else transformers
@@ -182,7 +183,7 @@ def load(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     Plain `AutoModel...from_pretrained(folder)` gives the same after `import subquad.hf`. Weights are safetensors and
     the mechanisms are plain options in config.json: nothing is unpickled.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     if NOTE not in config and config.get("model_type") != "subquad":
         raise ValueError(
             f"{folder} was not saved from a converted model (its config.json has no {NOTE!r}); load it with "

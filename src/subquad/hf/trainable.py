@@ -22,7 +22,7 @@ from ..features.polynomial import PolynomialFeatures
 from ..features.random import ExponentialFeatures, RandomFeatures
 from .interface import mechanism_of
 
-__all__ = ["attention_tensors", "bounded", "trainable_buffers"]
+__all__ = ["attention_tensors", "bounded", "gradients_off", "loss_between", "trainable_buffers"]
 
 
 def _wanted(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
