@@ -8,14 +8,16 @@
     python benchmarks/tasks.py text --data FILE           bits per byte, causal
     python benchmarks/tasks.py masked --data FILE         bits per byte, masked
     python benchmarks/tasks.py protein --data FASTA       perplexity, both directions and left to right
+    python benchmarks/tasks.py listops, documents         accuracy of a label for a long sequence
 
 Every table trains in `--out` (default results/tasks/NAME), resumes there when it is started again, and writes
-comparison.json and curves. Without --data the built-in data are used. The defaults take minutes on two cores; --steps
-and the other options change that.
+comparison.json and curves; it is printed as it stands in docs/tasks.md. Without --data the built-in data are used. The
+models are small, so that the defaults take minutes on one core; --steps, --seeds and the other options change that.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -31,7 +33,11 @@ from subquad.train.choices import parse_mechanism
 from subquad.train.compare import compare, comparison_table
 from subquad.train.data import validation_batches
 
+NEAR_AND_FAR = '{"mechanism": "hybrid", "window": 12, "sinks": 0, "far": {"mechanism": "linear"}}'
 HYBRID = '{"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {"mechanism": "linear"}}'
+
+# Minutes of one core per mechanism; heads of width 32, which is also how many features 'linear' has.
+SMALL = {"layers": 2, "heads": 2, "dim": 64}
 
 
 def parsed(*texts: str) -> list[Any]:
@@ -48,17 +54,49 @@ def stop_if_interrupted(result: dict[str, Any]) -> None:
         raise SystemExit(130)
 
 
-def table(run: Run, mechanisms: list[Any], out: Path) -> dict[str, Any]:
-    """Train all, or go on where an earlier call stopped, and print the table."""
+def table(run: Run, mechanisms: list[Any], out: Path, seeds: int = 1) -> dict[str, Any]:
+    """Train all with each seed, or go on where an earlier call stopped; print the table, return the last seed's."""
     running = Running(log_every=100, save_every=200, tensorboard=False, keep=1)
-    result = compare(run, mechanisms, out, resume=True, running=running, on_log=log)
-    print(comparison_table(result), flush=True)
-    stop_if_interrupted(result)
-    return result
+    first = run.settings.seed
+    results = []
+    for seed in range(first, first + seeds):
+        one = replace(run, model={**run.model, "seed": seed}, settings=replace(run.settings, seed=seed))
+        folder = out / f"seed-{seed}" if seeds > 1 else out
+        results.append(compare(one, mechanisms, folder, resume=True, running=running, on_log=log))
+        print(comparison_table(results[-1]), flush=True)
+        stop_if_interrupted(results[-1])
+    print(markdown(run, results), flush=True)
+    return results[-1]
+
+
+def markdown(run: Run, results: list[dict[str, Any]]) -> str:
+    """The metric at every validation, the mean over seeds and how far they lie apart, as a table of docs/tasks.md."""
+    metric, settings = run.task.metric, run.settings
+    runs = [result["runs"] for result in results]
+    steps = [record["step"] for record in next(iter(runs[0].values()))["valid"]]
+    sizes = sorted({one["parameters"] for group in runs for one in group.values()})
+    counts = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
+    effort = f"batch {settings.batch}, learning rate {settings.lr:g}, {len(runs)} seed(s)"
+    lines = [
+        f"{counts} parameters, {effort}, {settings.valid_examples} validation examples.",
+        "",
+        f"| {metric.replace('_', ' ')} after steps | " + " | ".join(map(str, steps)) + " |",
+        "|---" * (len(steps) + 1) + "|",
+    ]
+    for label in runs[0]:
+        cells = []
+        for step in steps:
+            records = [record for group in runs for record in group[label]["valid"] if record["step"] == step]
+            values = [record[metric] for record in records]
+            spread = f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
+            # A run that diverged has no figure for the later steps.
+            cells.append(f"{sum(values) / len(values):.3f}{spread}" if len(values) == len(runs) else "-")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def run_of(task: str, args: argparse.Namespace, model: dict[str, Any], settings: dict[str, Any], **options: Any) -> Run:
-    given = {"steps": args.steps, "batch": args.batch, "seed": args.seed}
+    given = {"steps": args.steps, "batch": args.batch, "seed": args.seed, "valid_every": args.valid_every}
     settings = {**settings, **{name: value for name, value in given.items() if value is not None}}
     if args.data is not None and task != "copy":
         options["data"] = args.data
@@ -71,6 +109,7 @@ def copy(args: argparse.Namespace) -> None:
         run,
         parsed("softmax", "linear", "performer:num_features=16", "performer:num_features=16:features=relu"),
         args.out,
+        args.seeds,
     )
 
 
@@ -83,7 +122,7 @@ def features(args: argparse.Namespace) -> None:
             ("linear", "linear", count),
             ("performer", {"mechanism": "performer", "num_features": count}, 16),
         ):
-            run = run_of("copy", args, {"head_dim": width}, {"steps": 2000, "valid_every": 500})
+            run = run_of("copy", args, {"head_dim": width}, {"steps": 2000, "batch": 32, "valid_every": 500})
             result = compare(run, [choice], args.out / f"{name}-{count}", resume=True, on_log=log,
                              running=Running(log_every=500, save_every=500, tensorboard=False, keep=1))  # fmt: skip
             stop_if_interrupted(result)
@@ -97,11 +136,12 @@ def features(args: argparse.Namespace) -> None:
 
 
 def images(args: argparse.Namespace) -> None:
-    settings = {"steps": 600, "batch": 16, "valid_every": 100, "valid_examples": 256}
+    settings = {"steps": 600, "batch": 16, "valid_every": 200, "valid_examples": 256}
     # A bucket the size of the default would hold half of a small image, and hashing would decide nothing.
     lsh = "lsh:rounds={}:buckets=16:bucket_size=16"
-    run = run_of("images", args, {}, settings, size=args.size)
-    table(run, parsed("softmax", "linear", "performer:num_features=32", lsh.format(1), lsh.format(4)), args.out)
+    run = run_of("images", args, SMALL, settings, size=args.size, samples=0)
+    mechanisms = parsed("softmax", "linear", "performer:num_features=64", lsh.format(1), lsh.format(4))
+    table(run, mechanisms, args.out, args.seeds)
 
 
 def generation(args: argparse.Namespace) -> None:
@@ -147,9 +187,18 @@ def generation(args: argparse.Namespace) -> None:
 
 
 def speech(args: argparse.Namespace) -> None:
-    run = run_of("speech", args, {}, {"steps": 800, "batch": 16, "valid_every": 200})
-    mechanisms = parsed("softmax", "linear", "performer:num_features=64", "bilstm")
-    result = table(run, mechanisms, args.out)
+    """Each mechanism with each of the learning rates; the best of each counts."""
+    mechanisms = parsed("softmax", "linear", "performer:num_features=64", NEAR_AND_FAR, "bilstm")
+    best: dict[str, tuple[float, float]] = {}
+    for rate in args.rates:
+        settings = {"steps": 400, "batch": 8, "valid_every": 200, "valid_examples": 128, "lr": rate}
+        run = run_of("speech", args, {**SMALL, "layers": 3}, settings)
+        result = table(run, mechanisms, args.out / f"lr-{rate:g}")
+        for label, one in result["runs"].items():
+            best[label] = min(best.get(label, (math.inf, rate)), (one["metrics"]["word_error_rate"], rate))
+    print("| word error rate | best of the learning rates | at | relative to softmax |\n|---|---|---|---|")
+    for label, (error, rate) in best.items():
+        print(f"| {label} | {error:.3f} | {rate:g} | {error / best['softmax'][0]:.2f} |", flush=True)
     # The time of a step at the lengths used, interleaved: the seconds of the runs met different neighbours.
     batch, _ = next(validation_batches(run.task, run.task.examples("valid"), count=8, share=8, process=0, processes=1))
     calls = {}
@@ -168,33 +217,49 @@ def speech(args: argparse.Namespace) -> None:
 
 
 def text(args: argparse.Namespace) -> None:
-    settings = {"steps": 800, "batch": 16, "valid_every": 100, "valid_examples": 64}
+    settings = {"steps": 1000, "batch": 8, "lr": 2e-3, "valid_every": 250, "valid_examples": 128}
     mechanisms = parsed("softmax", "linear", "performer:num_features=64", HYBRID)
-    table(run_of("text", args, {}, settings), mechanisms, args.out / "fixed")
+    table(run_of("text", args, SMALL, settings), mechanisms, args.out / "fixed")
     table(
-        run_of("text", args, {}, {**settings, "redraw_every": 100}),
+        run_of("text", args, SMALL, {**settings, "redraw_every": 100}),
         parsed("performer:num_features=64"),
         args.out / "redrawn",
     )
 
 
 def masked(args: argparse.Namespace) -> None:
-    settings = {"steps": 800, "batch": 16, "valid_every": 100, "valid_examples": 64}
-    run = run_of("text", args, {}, settings, masked=True)
+    settings = {"steps": 1000, "batch": 8, "lr": 2e-3, "valid_every": 250, "valid_examples": 128}
+    run = run_of("text", args, SMALL, settings, masked=True)
     mechanisms = parsed("softmax", "performer:num_features=64", "linformer:length=256:rank=64", "lsh")
     table(run, mechanisms, args.out)
 
 
 def protein(args: argparse.Namespace) -> None:
     mechanisms = parsed("softmax", "performer:num_features=64:features=relu", "performer:num_features=64")
-    settings = {"steps": 600, "batch": 16, "valid_every": 100, "valid_examples": 64}
+    settings = {"steps": 600, "batch": 8, "lr": 2e-3, "valid_every": 200, "valid_examples": 64}
     for causal in (False, True):
         print("causal" if causal else "masked", flush=True)
-        run = run_of("protein", args, {}, settings, causal=causal)
+        run = run_of("protein", args, SMALL, settings, causal=causal, length=512)
         table(run, mechanisms, args.out / ("causal" if causal else "masked"))
 
 
-COMMANDS = {f.__name__: f for f in (copy, features, images, generation, speech, text, masked, protein)}
+def listops(args: argparse.Namespace) -> None:
+    labels(args, "listops", {"steps": 1000, "batch": 16, "valid_every": 250, "valid_examples": 512}, length=128)
+
+
+def documents(args: argparse.Namespace) -> None:
+    labels(args, "documents", {"steps": 1000, "batch": 16, "valid_every": 250, "valid_examples": 256}, length=256)
+
+
+def labels(args: argparse.Namespace, task: str, settings: dict[str, Any], **options: Any) -> None:
+    run = run_of(task, args, SMALL, settings, **options)
+    table(run, parsed("softmax", "linear", "performer:num_features=64"), args.out, args.seeds)
+
+
+COMMANDS = {
+    f.__name__: f
+    for f in (copy, features, images, generation, speech, text, masked, protein, listops, documents)
+}  # fmt: skip
 
 
 def main() -> None:
@@ -205,6 +270,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="so many seeds, from --seed on")
+    parser.add_argument("--valid-every", type=int)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="learning rates (speech)")
     parser.add_argument("--size", type=int, help="side of an image (images: 14, generation: 28)")
     parser.add_argument("--threads", type=int)
     args = parser.parse_args()

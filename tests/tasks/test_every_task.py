@@ -22,7 +22,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "listops": {"length": 30},
     "documents": {"length": 70},
 }
-VARIANTS = [*SMALL.items(), ("text", {"length": 24, "masked": True}), ("protein", {"length": 40, "causal": True})]
+VARIANTS = [
+    *SMALL.items(),
+    ("text", {"length": 24, "masked": True}),
+    ("protein", {"length": 40, "causal": True}),
+    ("speech", {**SMALL["speech"], "nearby": 2}),
+]
 
 
 def small(name: str, options: dict[str, Any]) -> Task:

@@ -1,7 +1,11 @@
-"""Recordings: wav files with their transcripts, synthetic ones for a first try, and log-mel frames of both."""
+"""Recordings: wav files with their transcripts, synthetic ones for a first try, and log-mel frames of both.
+
+A recording is a file, or a row of a data set of the hub with a column of sounds and one of words (`hub.py`).
+"""
 
 from __future__ import annotations
 
+import io
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,9 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .base import DataError
+from .base import DataError, split_of
+from .hub import HubName, Rows, choose_column, is_hub, open_rows, undecoded
 
-__all__ = ["DIGITS", "Recording", "list_recordings", "log_mel", "read_wav", "spoken_tones"]
+__all__ = ["DIGITS", "Recording", "SoundRow", "list_recordings", "log_mel", "read_wav", "spoken_tones"]
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _DIGIT_FILE = re.compile(r"([0-9])_.+")
@@ -21,15 +26,71 @@ SILENCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A file and what is said in it."""
+class SoundRow:
+    """Row `index` of a split of a data set."""
 
-    path: Path
+    hub: HubName
+    split: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.hub}: {self.split} row {self.index}"
+
+    def content(self) -> io.BytesIO:
+        """The sound as a file holds it."""
+        rows, column = _sounds(self.hub, self.split)
+        sound = rows[self.index][column]
+        if not isinstance(sound, dict) or (sound.get("bytes") is None and sound.get("path") is None):
+            raise DataError(f"{self} has {type(sound).__name__} in column {column!r}; expected a sound")
+        content = sound.get("bytes")
+        return io.BytesIO(Path(sound["path"]).read_bytes() if content is None else content)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A file or row and what is said in it."""
+
+    path: Path | SoundRow
     text: str
 
 
 @lru_cache(maxsize=4)
-def list_recordings(folder: str) -> tuple[Recording, ...]:
+def _sounds(hub: HubName, split: str) -> tuple[Rows, str]:
+    """(rows, column) with the sounds as bytes: they are decoded here, as files are."""
+    rows = open_rows(hub, split)
+    column = choose_column(hub, rows.table, hub.column, "column", ("audio", "sound", "speech"))
+    return undecoded(rows, column), column
+
+
+def _hub_recordings(hub: HubName, split: str) -> tuple[Recording, ...]:
+    rows = open_rows(hub, split)
+    label = choose_column(hub, rows.table, hub.label, "label", ("text", "sentence", "transcription", "label"))
+    said = rows.table.select_columns([label])
+    found = []
+    for index, row in enumerate(rows.chosen):
+        value = said[row][label]
+        if isinstance(value, int) and 0 <= value < len(DIGITS):
+            value = DIGITS[value]
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(f"{hub}: row {row} has {value!r:.60} in column {label!r}; expected words or a digit")
+        found.append(Recording(SoundRow(hub, split, index), " ".join(value.lower().split())))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4)
+def list_recordings(data: str, split: str) -> tuple[Recording, ...]:
+    """The recordings of 'train' or 'valid': of a data set's own splits, or nine and one in ten of a folder's files."""
+    if is_hub(data):
+        return _hub_recordings(HubName.parse(data), split)
+    every = _folder(data)
+    found = tuple(one for index, one in enumerate(every) if split_of(index) == split)
+    if not found:
+        raise DataError(f"data={data!r} holds {len(every)} recordings, too few to keep some for validation")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _folder(folder: str) -> tuple[Recording, ...]:
     """The recordings of a folder: `transcripts.txt` with lines `file.wav words`, or files named `digit_*.wav`."""
     path = Path(folder)
     if not path.is_dir():
@@ -61,14 +122,15 @@ def list_recordings(folder: str) -> tuple[Recording, ...]:
 
 
 @lru_cache(maxsize=8192)
-def read_wav(path: Path, rate: int) -> Tensor:
-    """Samples (n,) float32 in -1..1 of a mono or stereo wav file of the given rate; refuses others, and silence."""
+def read_wav(path: Path | SoundRow, rate: int) -> Tensor:
+    """Samples (n,) float32 in -1..1 of a mono or stereo recording of the given rate; refuses others, and silence."""
     try:
         import soundfile  # type: ignore[import-untyped]
     except ModuleNotFoundError:
         raise ModuleNotFoundError("reading wav files needs soundfile: pip install 'subquad[train]'") from None
     try:
-        samples, found = soundfile.read(path, dtype="float32", always_2d=True)
+        content = path.content() if isinstance(path, SoundRow) else path
+        samples, found = soundfile.read(content, dtype="float32", always_2d=True)
     except (RuntimeError, OSError) as error:  # soundfile's own errors are RuntimeErrors
         raise DataError(f"{path} cannot be read as audio ({error}); it is truncated or of another type") from None
     if found != rate:
@@ -129,6 +191,7 @@ def log_mel(wave: Tensor, rate: int, bins: int) -> Tensor:
     spectrum = torch.stft(
         wave, size, hop, window, torch.hann_window(window), center=True, pad_mode="constant", return_complex=True
     )
-    energies = spectrum.abs().square().T @ _filters(bins, size, rate)
+    # The square of the modulus without its root: the root of a complex tensor is most of this function's time.
+    energies = torch.view_as_real(spectrum).square().sum(-1).T @ _filters(bins, size, rate)
     frames = (energies + 1e-6).log()
     return (frames - frames.mean()) / frames.std().clamp(min=1e-3)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,19 @@ from ..features.seeded import mix
 from ..nn.attention import MultiheadAttention
 from ..nn.stack import Model
 
-__all__ = ["UNLIMITED", "Batch", "DataError", "Examples", "Task", "TaskModel", "generator_for", "pad", "split_of"]
+__all__ = [
+    "SPLITS",
+    "UNLIMITED",
+    "Batch",
+    "DataError",
+    "Examples",
+    "SequentialExamples",
+    "Task",
+    "TaskModel",
+    "generator_for",
+    "pad",
+    "split_of",
+]
 
 Batch = dict[str, Tensor]
 
@@ -41,6 +53,21 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def item(self, index: int, generator: torch.Generator) -> Batch: ...
+
+
+@runtime_checkable
+class SequentialExamples(Examples, Protocol):
+    """Examples of a stream: training takes them in order, in its own process, and `close`s them in the end.
+
+    `position(index)` is JSON data that a checkpoint keeps; `seek` takes it, so that a resumed run need not read
+    everything before `index` again.
+    """
+
+    def position(self, index: int) -> dict[str, Any]: ...
+
+    def seek(self, position: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def generator_for(split: str, seed: int, draw: int) -> torch.Generator:

@@ -2,6 +2,8 @@
 
     data/positive/1.txt  data/positive/2.txt ...  data/negative/1.txt ...      (or data/train/..., data/valid/...)
 
+or a data set of the hub with a column of text and one of labels, `hub:NAME:column=text:label=label`.
+
 Built in are synthetic letters whose label needs the first sentence and the last one: does the person who writes sign?
 Byte-level document classification is one of the tasks of Tay et al., "Long Range Arena", 2021.
 """
@@ -19,6 +21,7 @@ import torch
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
 from .heads import Classifier, collate_labelled, token_metrics
+from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Documents"]
 
@@ -77,6 +80,38 @@ class _Files:
         return _example(text, self.labels[index])
 
 
+@dataclass(frozen=True)
+class _Table:
+    rows: Rows
+    column: str
+    label: str
+    values: tuple[Any, ...]
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def item(self, index: int, generator: torch.Generator) -> Batch:
+        """The first `length` bytes of a row's text."""
+        text, value = self.rows.text(index, self.column), self.rows[index][self.label]
+        if value not in self.values:
+            raise DataError(
+                f"{self.rows.hub}: row {self.rows.chosen[index]} has the label {value!r}, which no training row has"
+            )
+        return _example(text.encode("utf-8")[: self.length], self.values.index(value))
+
+
+@lru_cache(maxsize=4)
+def _open_table(data: str, split: str, length: int) -> _Table:
+    hub = HubName.parse(data)
+    rows, train = open_rows(hub, split), open_rows(hub, "train").table
+    label = choose_column(hub, train, hub.label, "label", ("label", "labels", "class"))
+    values = tuple(sorted(train.unique(label), key=lambda value: (str(type(value)), value)))
+    if len(values) < 2 or any(value is None for value in values):
+        raise DataError(f"{hub}: column {label!r} holds the labels {list(values)}; expected two or more, none missing")
+    return _Table(rows, choose_column(hub, train, hub.column, "column", ("text", "content")), label, values, length)
+
+
 def _labels(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.txt"))))
 
@@ -109,7 +144,7 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
 
 @dataclass(frozen=True)
 class Documents(Task):
-    """Text files of the folder `data`, the first `length` bytes of each; or synthetic letters of that length."""
+    """Texts of the folder or data set `data`, the first `length` bytes of each; or synthetic letters of that length."""
 
     name: ClassVar[str] = "documents"
     metric: ClassVar[str] = "accuracy"
@@ -127,6 +162,8 @@ class Documents(Task):
         """Letters without end, or files."""
         if self.data is None:
             return _Letters(self.length)
+        if is_hub(self.data):
+            return _open_table(self.data, split, self.length)
         _, paths, labels = _find(self.data, split)
         return _Files(paths, labels, self.length)
 
@@ -136,8 +173,14 @@ class Documents(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder over bytes whose mean output is classified."""
-        classes = 2 if self.data is None else len(_find(self.data, "train")[0])
-        return Classifier(256, classes, model)
+        return Classifier(256, self._classes(), model)
+
+    def _classes(self) -> int:
+        if self.data is None:
+            return 2
+        if is_hub(self.data):
+            return len(_open_table(self.data, "train", self.length).values)
+        return len(_find(self.data, "train")[0])
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Loss and accuracy."""

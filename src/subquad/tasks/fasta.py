@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .base import DataError
 
-__all__ = ["RESIDUES", "UNKNOWN", "FastaFile", "encode"]
+__all__ = ["RESIDUES", "UNKNOWN", "FastaFile", "encode", "residues"]
 
 # The twenty amino acids, then the ambiguous and rare ones of the IUPAC alphabet; X stands for any.
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYBJOUXZ"
@@ -35,6 +35,17 @@ def encode(letters: bytes) -> Tensor:
     """
     ids = _CODES[torch.frombuffer(bytearray(letters), dtype=torch.uint8).long()] if letters else _CODES[:0]
     return ids[ids != -2]
+
+
+def residues(letters: bytes, where: str) -> Tensor:
+    """Ids (n,) of a sequence with at least one residue and nothing else; `where` names it if not."""
+    ids = encode(letters)
+    if not len(ids):
+        raise DataError(f"{where} has no residues; remove it")
+    if bool((ids < 0).any()):
+        odd = next(c for c in letters.decode("latin-1") if int(_CODES[ord(c)]) == -1)
+        raise DataError(f"{where} holds {odd!r}, which is no residue ({RESIDUES})")
+    return ids
 
 
 class FastaFile:
@@ -82,13 +93,5 @@ class FastaFile:
         """Residue ids (n,), n at least 1, of record `index`."""
         record = self.data[self.begins[index] : self.begins[index + 1]]
         name, _, letters = record.partition(b"\n")
-        ids = encode(letters)
         shown = name.decode("ascii", "replace").strip()
-        if not len(ids):
-            raise DataError(f"{self.path}: record {index + 1} ({shown!r}) has no residues; remove it")
-        if bool((ids < 0).any()):
-            odd = next(c for c in letters.decode("latin-1") if int(_CODES[ord(c)]) == -1)
-            raise DataError(
-                f"{self.path}: record {index + 1} ({shown!r}) holds {odd!r}, which is no residue ({RESIDUES})"
-            )
-        return ids
+        return residues(letters, f"{self.path}: record {index + 1} ({shown!r})")

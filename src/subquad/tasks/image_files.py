@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .base import DataError, split_of
+from .hub import HubName, choose_column, is_hub, open_rows
 
 __all__ = ["draw_digit", "read_idx", "read_images", "write_grid"]
 
@@ -71,6 +72,38 @@ def _cifar(folder: Path, split: str) -> np.ndarray | None:
     return np.concatenate(parts)
 
 
+class _Pictures:
+    """Pictures of one size, one after the other."""
+
+    def __init__(self) -> None:
+        self.images: list[np.ndarray] = []
+
+    def add(self, picture: Any, where: object) -> None:
+        """A PIL image: grey or in colour."""
+        image = np.asarray(picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB"))
+        image = image[..., None] if image.ndim == 2 else image
+        if self.images and image.shape != self.images[0].shape:
+            raise DataError(
+                f"{where} has the size {image.shape} (height, width, channels), those before it "
+                f"{self.images[0].shape}; bring all pictures to one size first"
+            )
+        self.images.append(image)
+
+
+def _hub_images(data: str, split: str) -> np.ndarray:
+    hub = HubName.parse(data)
+    rows = open_rows(hub, split)
+    column = choose_column(hub, rows.table, hub.column, "column", ("image", "img", "picture"))
+    found = _Pictures()
+    for index in range(len(rows)):
+        picture = rows[index][column]
+        where = f"{hub}: row {rows.chosen[index]}"
+        if not hasattr(picture, "convert"):
+            raise DataError(f"{where} has {type(picture).__name__} in column {column!r}; expected a picture")
+        found.add(picture, where)
+    return np.stack(found.images)
+
+
 def _pictures(folder: Path, split: str) -> np.ndarray | None:
     """Every picture below the folder; `train` and `test` (or `valid`) folders are the split, else one in ten is."""
     part = next(
@@ -81,30 +114,28 @@ def _pictures(folder: Path, split: str) -> np.ndarray | None:
         return None
     from PIL import Image, UnidentifiedImageError
 
-    images: list[np.ndarray] = []
+    found = _Pictures()
     for index, path in enumerate(paths):
         if part is None and split_of(index) != split:
             continue
         try:
             with Image.open(path) as picture:
-                image = np.asarray(picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB"))
+                found.add(picture, path)
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
             raise DataError(
                 f"{path} cannot be read as a picture ({error}); expected pictures only below {folder}"
             ) from None
-        image = image[..., None] if image.ndim == 2 else image
-        if images and image.shape != images[0].shape:
-            raise DataError(
-                f"{path} has the size {image.shape} (height, width, channels), those before it {images[0].shape}; "
-                "bring all pictures to one size first"
-            )
-        images.append(image)
-    return np.stack(images) if images else None
+    return np.stack(found.images) if found.images else None
 
 
 @lru_cache(maxsize=4)
 def read_images(folder: str, split: str) -> np.ndarray:
-    """(N, height, width, channels) uint8 of 'train' or 'valid'; says what a folder must hold if it does not."""
+    """(N, height, width, channels) uint8 of 'train' or 'valid'; says what a folder must hold if it does not.
+
+    folder: a folder, or `hub:NAME` with a column of pictures (`hub.py`)
+    """
+    if is_hub(folder):
+        return _hub_images(folder, split)
     path = Path(folder)
     if not path.is_dir():
         raise DataError(f"data={folder!r} is not a folder; expected one with MNIST's idx files, CIFAR-10's or pictures")

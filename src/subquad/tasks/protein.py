@@ -1,7 +1,8 @@
 """Protein sequences, masked (both sides seen) or causal (left to right): perplexity and accuracy per residue.
 
 The experiment of Choromanski et al., "Rethinking Attention with Performers", 2021, section 4.4, at any size. Built in
-are synthetic sequences with motifs that come back later; `data=` names a FASTA file, `length` may be 8192 and more.
+are synthetic sequences with motifs that come back later; `data=` names a FASTA file, or a data set of the hub with
+a column of sequences; `length` may be 8192 and more.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad, split_of
-from .fasta import RESIDUES, FastaFile
+from .fasta import RESIDUES, FastaFile, residues
 from .heads import IGNORED, CausalModel, MaskedModel, mask_tokens, token_metrics
+from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Protein"]
 
@@ -44,13 +46,13 @@ class _Synthetic:
 
     def sequence(self, index: int, generator: torch.Generator) -> Tensor:
         length = int(torch.randint(max(self.length // 2, 1), self.length + 1, (), generator=generator))
-        residues = torch.randint(AMINO_ACIDS, (length,), generator=generator)
+        chain = torch.randint(AMINO_ACIDS, (length,), generator=generator)
         motifs, half = _motifs(), length // 2
         for place in range(0, half - MOTIF_LENGTH + 1, 2 * MOTIF_LENGTH):
             motif = motifs[int(torch.randint(MOTIFS, (), generator=generator))]
-            residues[place : place + MOTIF_LENGTH] = motif
-            residues[half + place : half + place + MOTIF_LENGTH] = motif.flip(0)
-        return residues
+            chain[place : place + MOTIF_LENGTH] = motif
+            chain[half + place : half + place + MOTIF_LENGTH] = motif.flip(0)
+        return chain
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,23 @@ class _Records:
 
 
 @dataclass(frozen=True)
+class _Table:
+    rows: Rows
+    column: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sequence(self, index: int, generator: torch.Generator) -> Tensor:
+        text = self.rows.text(index, self.column)
+        return residues(text.encode("latin-1", "replace"), f"{self.rows.hub}: row {self.rows.chosen[index]}")
+
+
+@dataclass(frozen=True)
 class _Crops:
     """At most `length` residues of each sequence, from a random place, as a masked or causal example."""
 
-    source: _Synthetic | _Records
+    source: _Synthetic | _Records | _Table
     length: int
     causal: bool
 
@@ -78,20 +93,20 @@ class _Crops:
 
     def item(self, index: int, generator: torch.Generator) -> Batch:
         """tokens (n,) and targets (n,), n up to `length`."""
-        residues = self.source.sequence(index, generator)
-        if len(residues) > self.length:
-            place = int(torch.randint(len(residues) - self.length + 1, (), generator=generator))
-            residues = residues[place : place + self.length]
+        chain = self.source.sequence(index, generator)
+        if len(chain) > self.length:
+            place = int(torch.randint(len(chain) - self.length + 1, (), generator=generator))
+            chain = chain[place : place + self.length]
         if self.causal:
-            tokens = torch.cat([torch.tensor([BEGIN]), residues[:-1]])
-            return {"tokens": tokens, "targets": residues, "weight": torch.tensor(float(len(residues)))}
-        tokens, targets = mask_tokens(residues, MASKED_SHARE, MASK, AMINO_ACIDS, generator)
+            tokens = torch.cat([torch.tensor([BEGIN]), chain[:-1]])
+            return {"tokens": tokens, "targets": chain, "weight": torch.tensor(float(len(chain)))}
+        tokens, targets = mask_tokens(chain, MASKED_SHARE, MASK, AMINO_ACIDS, generator)
         return {"tokens": tokens, "targets": targets, "weight": (targets >= 0).sum().float()}
 
 
 @dataclass(frozen=True)
 class Protein(Task):
-    """Sequences of the FASTA file `data`, cut to `length` residues; masked, or `causal`."""
+    """Sequences of the FASTA file or data set `data`, cut to `length` residues; masked, or `causal`."""
 
     name: ClassVar[str] = "protein"
     metric: ClassVar[str] = "perplexity"
@@ -110,6 +125,10 @@ class Protein(Task):
         """Crops of the records; one record in ten is kept for validation."""
         if self.data is None:
             return _Crops(_Synthetic(self.length), self.length, self.causal)
+        if is_hub(self.data):
+            rows = open_rows(HubName.parse(self.data), split)
+            column = choose_column(rows.hub, rows.table, rows.hub.column, "column", ("sequence", "seq", "text"))
+            return _Crops(_Table(rows, column), self.length, self.causal)
         file = FastaFile(self.data)
         chosen = tuple(index for index in range(len(file)) if split_of(index) == split)
         if not chosen:

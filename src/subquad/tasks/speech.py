@@ -2,8 +2,9 @@
 
 Recordings of single digits are strung together into long utterances with pauses between them; sentences with
 transcripts are taken as they are. Built in are synthetic tones in place of digits; `data=` names a folder of wav files
-(`7_jackson_32.wav`, as in the Free Spoken Digit Dataset, or with a `transcripts.txt`). Graves et al., "Connectionist
-Temporal Classification", 2006. `--mechanism bilstm` is the recurrent baseline, with as many parameters as the others.
+(`7_jackson_32.wav`, as in the Free Spoken Digit Dataset, or with a `transcripts.txt`), or a data set of the hub with
+columns of sounds and words. Graves et al., "Connectionist Temporal Classification", 2006. `--mechanism bilstm` is the
+recurrent baseline, with as many parameters as the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..nn.models import TransformerEncoder
 from .audio_files import DIGITS, Recording, list_recordings, log_mel, read_wav, spoken_tones
-from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad, split_of
+from .base import SPLITS, UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad
 
 __all__ = ["Speech", "SpeechModel", "word_errors"]
 
@@ -52,23 +53,53 @@ class _BiLSTM(nn.Module):
         def size(hidden: int) -> int:
             first = 2 * 4 * hidden * (dim + hidden + 2)
             later = 2 * 4 * hidden * (2 * hidden + hidden + 2)
-            return first + (layers - 1) * later + 2 * hidden * dim + dim
+            return first + (layers - 1) * later + 2 * hidden * dim + 3 * dim
 
         hidden = min(range(1, 4 * dim), key=lambda h: abs(size(h) - parameters))
+        self.norm = nn.LayerNorm(dim)  # as before every branch of the transformer it is compared with
         self.lstm = nn.LSTM(dim, hidden, layers, batch_first=True, bidirectional=True)
+        with torch.no_grad():
+            # Gates that are open at first: without, it stays long where every frame is blank (Jozefowicz et al., 2015).
+            for name, bias in self.lstm.named_parameters():
+                if name.startswith("bias_ih"):
+                    bias[hidden : 2 * hidden] = 1.0
         self.out = nn.Linear(2 * hidden, dim)
 
     def forward(self, x: Tensor, *, key_mask: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, key_mask.sum(-1).cpu(), batch_first=True, enforce_sorted=False)
+        lengths = key_mask.sum(-1).cpu()
+        packed = nn.utils.rnn.pack_padded_sequence(self.norm(x), lengths, batch_first=True, enforce_sorted=False)
         out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])
         result: Tensor = self.out(out)
         return result
 
 
-class SpeechModel(TaskModel):
-    """Frames (B, T, bins) -> a convolution that keeps every `stride`-th -> backbone -> symbols and blank."""
+class _Nearby(nn.Module):
+    """(B, L, dim) -> (B, L, dim): adds to every frame what a convolution over its neighbours gives.
 
-    def __init__(self, units: Sequence[str], joint: str, bins: int, stride: int, model: Mapping[str, Any]) -> None:
+    Softmax attention can single out the frames around a query by their positions; a mechanism with few features can
+    not. Gulati et al., "Conformer", 2020, therefore divide the work: convolutions for what is near, attention for the
+    rest.
+    """
+
+    def __init__(self, dim: int, reach: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.near = nn.Conv1d(dim, dim, 2 * reach + 1, padding=reach, groups=dim)
+        self.mix = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, key_mask: Tensor) -> Tensor:
+        inside = self.norm(x) * key_mask.unsqueeze(-1)  # what stands in the padding must not reach the last frames
+        added: Tensor = self.mix(F.gelu(self.near(inside.transpose(1, 2)).transpose(1, 2)))
+        return x + added
+
+
+class SpeechModel(TaskModel):
+    """Frames (B, T, bins) -> a convolution that keeps every `stride`-th -> `nearby` convolutions over neighbours ->
+    backbone -> symbols and blank."""
+
+    def __init__(
+        self, units: Sequence[str], joint: str, bins: int, stride: int, nearby: int, model: Mapping[str, Any]
+    ) -> None:
         super().__init__()
         self.units, self.joint, self.stride = tuple(units), joint, stride
         baseline = model["mechanism"] == "bilstm"
@@ -76,6 +107,7 @@ class SpeechModel(TaskModel):
         encoder = TransformerEncoder(**fields)
         dim = encoder.config.dim
         self.reduce = nn.Conv1d(bins, dim, 2 * stride + 1, stride, padding=stride)
+        self.nearby = nn.ModuleList(_Nearby(dim) for _ in range(nearby))
         self.head = nn.Linear(dim, len(units) + 1)
         self.backbone: nn.Module = encoder
         if baseline:
@@ -86,7 +118,10 @@ class SpeechModel(TaskModel):
         reduced = self.reduce(frames.transpose(1, 2)).transpose(1, 2)
         kept = (lengths - 1) // self.stride + 1
         mask = torch.arange(reduced.shape[1], device=frames.device) < kept.unsqueeze(-1)
-        hidden = self.backbone(F.gelu(reduced), key_mask=mask)
+        hidden = F.gelu(reduced)
+        for nearby in self.nearby:
+            hidden = nearby(hidden, mask)
+        hidden = self.backbone(hidden, key_mask=mask)
         return self.head(hidden).float().log_softmax(-1), kept
 
     def transcribe(self, logs: Tensor, lengths: Tensor) -> list[str]:
@@ -162,7 +197,7 @@ class _Utterances:
 @dataclass(frozen=True)
 class Speech(Task):
     """Wav files of `data` at `rate` samples per second; utterances of `fewest` to `digits` digits; `bins` mel bands;
-    every `stride`-th frame reaches the model."""
+    every `stride`-th frame reaches the model, after `nearby` convolutions over its neighbours."""
 
     name: ClassVar[str] = "speech"
     metric: ClassVar[str] = "word_error_rate"
@@ -175,31 +210,30 @@ class Speech(Task):
     fewest: int = 5
     bins: int = 40
     stride: int = 4
+    nearby: int = 0
 
     def __post_init__(self) -> None:
         for name in ("digits", "fewest", "bins", "stride"):
             checks.check_positive(name, getattr(self, name))
         checks.check_positive("rate", self.rate, least=1000)
+        checks.check_positive("nearby", self.nearby, least=0)
         if self.fewest > self.digits:
             raise ValueError(f"fewest={self.fewest} must not be above digits={self.digits}")
 
     def units(self) -> tuple[str, ...]:
         """What is recognised: whole digits where every recording is one, else letters."""
-        recordings = () if self.data is None else list_recordings(self.data)
+        recordings: list[Recording] = []
+        if self.data is not None:
+            recordings = [one for split in SPLITS for one in list_recordings(self.data, split)]
         if all(recording.text in DIGITS for recording in recordings):
             return DIGITS
         return tuple(sorted({letter for recording in recordings for letter in recording.text}))
 
     def examples(self, split: str) -> Examples:
-        """One recording in ten is kept for validation; every one is read once, so that a bad file ends it now."""
+        """The recordings of a split; every one is read once, so that a bad file ends it now."""
         recordings: tuple[Recording, ...] = ()
         if self.data is not None:
-            every = list_recordings(self.data)
-            recordings = tuple(one for index, one in enumerate(every) if split_of(index) == split)
-            if not recordings:
-                raise DataError(
-                    f"data={self.data!r} holds {len(every)} recordings, too few to keep some for validation"
-                )
+            recordings = list_recordings(self.data, split)
             for one in recordings:
                 read_wav(one.path, self.rate)
         return _Utterances(self, recordings, self.units())
@@ -218,7 +252,7 @@ class Speech(Task):
     def build(self, model: Mapping[str, Any]) -> SpeechModel:
         """A transformer, or the BiLSTM of the same size for mechanism 'bilstm'."""
         units = self.units()
-        return SpeechModel(units, " " if units == DIGITS else "", self.bins, self.stride, model)
+        return SpeechModel(units, " " if units == DIGITS else "", self.bins, self.stride, self.nearby, model)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Loss per utterance and the word error rate, 0 = all right."""

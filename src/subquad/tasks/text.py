@@ -1,7 +1,8 @@
 """Language modelling on the bytes of any file, causal or masked: bits per byte and perplexity.
 
 Built in are the first scenes of Shakespeare's "Coriolanus" (96 kB, public domain); `data=` names any other file, which
-may be larger than memory (see `token_file.py`). The last tenth of the file is kept for validation.
+may be larger than memory (see `token_file.py`), or a data set of the hub, which is streamed (`token_stream.py`). The
+last tenth of a file is kept for validation.
 """
 
 from __future__ import annotations
@@ -13,17 +14,53 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from .. import checks
 from ..nn.generation import generate
 from .base import Batch, DataError, Examples, Task, TaskModel
 from .heads import CausalModel, MaskedModel, mask_tokens, token_metrics
+from .hub import HubName, is_hub
 from .token_file import TokenFile
+from .token_stream import TokenStream
 
 __all__ = ["Text"]
 
 BUILT_IN = Path(__file__).with_name("coriolanus.txt")
 MASKED_SHARE = 0.15
+_PURPOSE = {"train": "training", "valid": "validation"}
+
+
+def _example(window: Tensor, vocab: int, masked: bool, generator: torch.Generator) -> Batch:
+    """window (length + 1,) -> tokens (length,) and targets (length,): the next token, or those that were masked."""
+    if not masked:
+        return {"tokens": window[:-1], "targets": window[1:], "weight": torch.tensor(float(len(window) - 1))}
+    tokens, targets = mask_tokens(window[:-1], MASKED_SHARE, vocab, vocab, generator)
+    return {"tokens": tokens, "targets": targets, "weight": (targets >= 0).sum().float()}
+
+
+@dataclass(frozen=True)
+class _Streamed:
+    """Windows of a stream, in its order."""
+
+    stream: TokenStream
+    vocab: int
+    masked: bool
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def item(self, index: int, generator: torch.Generator) -> Batch:
+        return _example(self.stream.window(index), self.vocab, self.masked, generator)
+
+    def position(self, index: int) -> dict[str, Any]:
+        return self.stream.position(index)
+
+    def seek(self, position: Mapping[str, Any]) -> None:
+        self.stream.seek(position)
+
+    def close(self) -> None:
+        self.stream.close()
 
 
 @dataclass(frozen=True)
@@ -41,23 +78,18 @@ class _Windows:
         return max(self.end - self.begin - 1, 0) // self.length
 
     def item(self, index: int, generator: torch.Generator) -> Batch:
-        """tokens (length,) and targets (length,): the next token, or those that were masked."""
+        """`length` tokens and their targets."""
         place = self.begin + index * self.length
         if self.random:
             place = self.begin + int(
                 torch.randint(self.end - self.begin - self.length, (), generator=generator, dtype=torch.int64)
             )
-        window = self.file.window(place, self.length + 1)
-        if not self.masked:
-            return {"tokens": window[:-1], "targets": window[1:], "weight": torch.tensor(float(self.length))}
-        vocab = self.file.vocab
-        tokens, targets = mask_tokens(window[:-1], MASKED_SHARE, vocab, vocab, generator)
-        return {"tokens": tokens, "targets": targets, "weight": (targets >= 0).sum().float()}
+        return _example(self.file.window(place, self.length + 1), self.file.vocab, self.masked, generator)
 
 
 @dataclass(frozen=True)
 class Text(Task):
-    """Windows of `length` tokens of the file `data`; `vocab` for .npy files of token ids; causal or `masked`."""
+    """Windows of `length` tokens of the file or data set `data`; `vocab` if it holds token ids; causal or `masked`."""
 
     name: ClassVar[str] = "text"
     metric: ClassVar[str] = "bits_per_byte"
@@ -79,20 +111,28 @@ class Text(Task):
         return TokenFile(BUILT_IN if self.data is None else self.data, self.vocab)
 
     def examples(self, split: str) -> Examples:
-        """Windows of the first nine tenths, or of the last one."""
+        """Windows of the first nine tenths, or of the last one; of a stream, of its own splits."""
+        if self.data is not None and is_hub(self.data):
+            stream = TokenStream(HubName.parse(self.data), split, self.length, self.vocab)
+            if not len(stream):
+                raise DataError(
+                    f"{self.data!r} has too little text for validation, not even one window of length={self.length}; "
+                    "use a smaller length (--set length=) or name a larger split (:valid=NAME)"
+                )
+            return _Streamed(stream, self.vocab or 256, self.masked)
         file = self._file()
         border = len(file) - len(file) // 10
         begin, end = (0, border) if split == "train" else (border, len(file))
         if end - begin <= self.length + 1:
             raise DataError(
-                f"{str(file.path)!r} has {end - begin} tokens for {split}ing, too few for one window of "
+                f"{str(file.path)!r} has {end - begin} tokens for {_PURPOSE[split]}, too few for one window of "
                 f"length={self.length}; use a larger file or a smaller length (--set length=)"
             )
         return _Windows(file, begin, end, self.length, self.masked, random=split == "train")
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """A decoder over the bytes, or an encoder over the bytes and a mask token."""
-        vocab = self._file().vocab
+        vocab = (self.vocab or 256) if is_hub(self.data) else self._file().vocab
         return MaskedModel(vocab + 1, model) if self.masked else CausalModel(vocab, model)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
@@ -105,7 +145,7 @@ class Text(Task):
         """A causal byte model writes a sample of 256 bytes, where its mechanism can be run token by token."""
         if self.masked or self.vocab is not None or not all(m.recurrent for m in model.backbone.mechanisms()):
             return {}
-        prompt = self._file().window(0, 32).unsqueeze(0)
+        prompt = self.examples("valid").item(0, torch.Generator())["tokens"][None, :32]
         generator = torch.Generator().manual_seed(seed)
         device = next(model.parameters()).device
         tokens = generate(model.backbone.cpu(), prompt, 256, temperature=0.8, generator=generator)[0]

@@ -1,8 +1,8 @@
 """Which examples a step sees: a function of seed, step and process, so that it needs no memory of its own.
 
 Every pass over the data has its own order, drawn from (seed, pass). Collections too large for a permutation in memory
-are drawn with replacement instead. A batch is cut into equal, consecutive parts for the processes, so two processes
-see together exactly what one would see alone.
+are drawn with replacement instead; streams are taken in their order. A batch is cut into equal, consecutive parts for
+the processes, so two processes see together exactly what one would see alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..features.seeded import mix
-from ..tasks.base import Batch, DataError, Examples, Task, generator_for
+from ..tasks.base import Batch, DataError, Examples, SequentialExamples, Task, generator_for
 
 __all__ = ["batches", "order", "validation_batches"]
 
@@ -63,9 +63,10 @@ class _Parts(Sampler[list[Key]]):
     """The parts of a process, from a step on: (index, draw) of each example."""
 
     def __init__(
-        self, length: int, seed: int, batch: int, share: int, accumulate: int, process: int, steps: range
+        self, examples: Examples, seed: int, batch: int, share: int, accumulate: int, process: int, steps: range
     ) -> None:
-        self.length, self.seed, self.batch, self.share = length, seed, batch, share
+        self.length, self.seed, self.batch, self.share = len(examples), seed, batch, share
+        self.sequential = isinstance(examples, SequentialExamples)
         self.accumulate, self.process, self.steps = accumulate, process, steps
 
     def __len__(self) -> int:
@@ -73,8 +74,12 @@ class _Parts(Sampler[list[Key]]):
 
     def __iter__(self) -> Iterator[list[Key]]:
         for step in self.steps:
-            indices = order(self.length, self.seed, step * self.batch, self.batch)
-            keys = [(index, step * self.batch + i) for i, index in enumerate(indices)]
+            first = step * self.batch
+            if self.sequential:
+                indices = [(first + i) % self.length for i in range(self.batch)]
+            else:
+                indices = order(self.length, self.seed, first, self.batch)
+            keys = [(index, first + i) for i, index in enumerate(indices)]
             begin = self.process * self.accumulate * self.share
             for part in range(self.accumulate):
                 yield keys[begin + part * self.share : begin + (part + 1) * self.share]
@@ -105,18 +110,23 @@ def batches(
     steps: range,
     workers: int,
 ) -> Iterator[Iterator[Batch]]:
-    """The parts of `process` for all `steps`, in order; workers end with the block, however it is left."""
+    """The parts of `process` for all `steps`, in order; workers end with the block, however it is left.
+
+    A stream is read in this process, whatever `workers` is: each of them would have to read all of it.
+    """
     if len(examples) < 1:
         raise DataError(f"task {task.name!r} has no training examples")
     keyed = _Keyed(examples, "train", seed)
-    parts = _Parts(len(examples), seed, batch, share, accumulate, process, steps)
-    iterator = iter(_loader(task, keyed, parts, workers))
+    parts = _Parts(examples, seed, batch, share, accumulate, process, steps)
+    iterator = iter(_loader(task, keyed, parts, 0 if parts.sequential else workers))
     try:
         yield iterator
     finally:
         shutdown = getattr(iterator, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+        if isinstance(examples, SequentialExamples):
+            examples.close()
 
 
 def validation_batches(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..features.seeded import mix
 from ..lab.record import write_json
 from ..nn.schedule import RedrawSchedule
-from ..tasks.base import Batch, Examples, TaskModel
+from ..tasks.base import Batch, Examples, SequentialExamples, TaskModel
 from .data import batches, validation_batches
 from .distributed import Workers, lost_process
 from .memory import MemoryEstimate, estimate_memory, is_out_of_memory, out_of_memory, refuse_batch
@@ -33,7 +33,7 @@ from .run import Run
 from .settings import Running, Settings, learning_rate
 from .snapshot import Snapshot
 
-__all__ = ["Outcome", "train"]
+__all__ = ["OnLog", "Outcome", "train"]
 
 # Examples that mechanisms with centring or fitted scales are calibrated on before the first step.
 CALIBRATION_EXAMPLES = 8
@@ -183,6 +183,9 @@ class _Training:
         if self.redraw is not None:
             self.redraw.load_state_dict(state["redraw"])
         step = int(state["step"])
+        stream = self.examples["train"]
+        if isinstance(stream, SequentialExamples):
+            stream.seek(state["data"]["stream"])
         if len(state["rng"]) == self.workers.processes:
             restore_rng(state["rng"][self.workers.process])
         else:  # another number of processes than before: dropout cannot be the same, but must not repeat itself
@@ -190,8 +193,10 @@ class _Training:
         return step
 
     def _save(self, step: int, seconds: float = 0.0) -> None:
+        position, stream = step * self.settings.batch, self.examples["train"]
+        kept = {"stream": stream.position(position)} if isinstance(stream, SequentialExamples) else {}
         state = {
-            "data": {"position": step * self.settings.batch},
+            "data": {"position": position, **kept},
             "redraw": None if self.redraw is None else self.redraw.state_dict(),
             "rng": self.workers.gather(rng_state()),
             "metrics": self.metrics,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..tasks.base import Batch
 
-__all__ = ["MemoryEstimate", "available_memory", "estimate_memory", "is_out_of_memory", "refuse_batch"]
+__all__ = ["MemoryEstimate", "available_memory", "estimate_memory", "is_out_of_memory", "out_of_memory", "refuse_batch"]
 
 GIB = 1 << 30
 
