@@ -16,10 +16,8 @@ processes share the machine.
 """
 
 import argparse
-import contextlib
 import statistics
 import sys
-import time
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch import Tensor
 
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
+from subquad.lab.measure import CLOCKS
 
 H, D = 4, 64
 SLACK = 1.15
@@ -92,12 +91,12 @@ def seeded(options: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def made(name: str, options: dict[str, Any], q: Tensor, k: Tensor, seed: int) -> Any:
     attend = sq.create(name, D, H, **seeded(options, seed))
-    with contextlib.suppress(ValueError):  # nothing to calibrate
+    if attend.uses_calibration:
         attend.calibrate(q, k)
     return attend
 
 
-def choose(length: int, runs: int) -> tuple[dict[str, int], dict[str, float], float]:
+def choose(length: int, runs: int, clock: str) -> tuple[dict[str, int], dict[str, float], float]:
     """The step of every ladder that fits the budget, its time in budgets, and that of softmax."""
     q, k, v = inputs(length, "isotropic", 0.5, seed=1)
     sample = inputs(1024, "isotropic", 0.5, seed=2)[:2]
@@ -106,7 +105,7 @@ def choose(length: int, runs: int) -> tuple[dict[str, int], dict[str, float], fl
         for i, (name, options) in enumerate(steps):
             attend = made(name, options, *sample, seed=0)
             calls[f"{label}|{i}"] = lambda attend=attend: attend(q, k, v)
-    timings = interleave(calls, runs=runs, seconds=90.0)
+    timings = interleave(calls, runs=runs, seconds=90.0, clock=clock)
     budget = timings[f"performer hyperbolic|{POWERS.index(256)}"].best
     chosen = {
         label: max((i for i in range(len(steps)) if timings[f"{label}|{i}"].best <= SLACK * budget), default=0)
@@ -134,8 +133,8 @@ def errors(length: int, spectrum: str, sharpness: float, seed: int, chosen: dict
     return found
 
 
-def measure(length: int, runs: int, seeds: int) -> list[dict[str, Any]]:
-    chosen, over, softmax = choose(length, runs)
+def measure(length: int, runs: int, seeds: int, clock: str) -> list[dict[str, Any]]:
+    chosen, over, softmax = choose(length, runs, clock)
     rows = []
     for spectrum in ("isotropic", "anisotropic"):
         for sharpness in (0.5, 2.5):
@@ -190,18 +189,16 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs; the best counts")
     parser.add_argument("--seeds", type=int, default=4, help="draws that errors are averaged over")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     arguments = parser.parse_args()
     if arguments.seeds < 1:
         parser.error(f"--seeds {arguments.seeds}: expected 1 or more")
     torch.set_num_threads(arguments.threads)
-    if arguments.clock == "cpu":
-        time.perf_counter = time.process_time
     record: dict[str, Any] = {"machine": machine(), "clock": arguments.clock, "seeds": arguments.seeds, "rows": []}
     try:
         with torch.no_grad():
             for length in arguments.lengths:
-                record["rows"] += measure(length, arguments.runs, arguments.seeds)
+                record["rows"] += measure(length, arguments.runs, arguments.seeds, arguments.clock)
                 if arguments.json:
                     write_json(arguments.json, record)
     except KeyboardInterrupt:

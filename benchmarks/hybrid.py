@@ -9,8 +9,6 @@ can be compared. Whatever is compared runs alternately, best of several; a ratio
 from __future__ import annotations
 
 import argparse
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import subquad as sq
-from subquad.lab.measure import machine
+from subquad.lab.measure import interleave, machine
 from subquad.lab.record import write_json
 
 HEADS, FEATURES, SINKS = 8, 256, 4
@@ -28,15 +26,7 @@ HEADS, FEATURES, SINKS = 8, 256, 4
 
 def best(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Seconds of processor time of each call, the best of `rounds` rounds through all of them."""
-    seconds = dict.fromkeys(calls, math.inf)
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.process_time()
-            call()
-            seconds[name] = min(seconds[name], time.process_time() - start)
-    return seconds
+    return {name: timing.best for name, timing in interleave(calls, runs=rounds, clock="cpu").items()}
 
 
 def trained(run: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], object]:

@@ -25,7 +25,8 @@ import torch
 
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
-from subquad.lab.memory import peak_memory
+from subquad.lab.measure import CLOCKS
+from subquad.lab.memory import peak_memory, resident_memory
 
 H, D, M = 8, 64, 256
 MIB = 1 << 20
@@ -108,10 +109,10 @@ def call_at(case: Case, length: int) -> Any:
     return call
 
 
-def growth(case: Case, lengths: list[int], runs: int = 3) -> dict[str, Any]:
+def growth(case: Case, lengths: list[int], clock: str, runs: int = 3) -> dict[str, Any]:
     """Times, memory and both slopes of one mechanism. Memory skips lengths in between: each costs a process."""
     # All lengths in one interleaved run, so that a neighbour who wakes up does not bend the line.
-    timings = interleave({str(n): call_at(case, n) for n in lengths}, runs=runs, seconds=15.0)
+    timings = interleave({str(n): call_at(case, n) for n in lengths}, runs=runs, seconds=15.0, clock=clock)
     times = [timings[str(n)].best for n in lengths]
     weighed = [n for i, n in enumerate(lengths) if i % 2 == 0 or n == lengths[-1]]
     memory, tensors = [], []
@@ -163,8 +164,6 @@ def show(row: dict[str, Any]) -> None:
 
 def million(piece: int = 8192) -> dict[str, Any]:
     """A scan over 1,000,000 tokens in pieces: resident memory, finiteness, and the prefix against the parallel form."""
-    from subquad.lab.memory import resident_memory
-
     attend = sq.create("performer", D, num_features=M, seed=0)
     generator = torch.Generator().manual_seed(0)
     state, resident, done = None, [], 0
@@ -196,14 +195,16 @@ def million(piece: int = 8192) -> dict[str, Any]:
     return row
 
 
-def projection_size(length: int = 16384, ranks: tuple[int, ...] = (64, 128, 256, 512)) -> list[dict[str, Any]]:
+def projection_size(
+    clock: str, length: int = 16384, ranks: tuple[int, ...] = (64, 128, 256, 512)
+) -> list[dict[str, Any]]:
     """Time against the size of the projections. Without them the cost has no such size in it: slope 0."""
     calls, shown = {}, {"without E and F": False, "with E and F": True}
     for label, projected in shown.items():
         for rank in ranks:
             options = {"projected": projected, "length": length, "rank": rank}
             calls[f"{label} {rank}"] = call_at(Case("separable-linformer", options), length)
-    timings = interleave(calls, runs=5, seconds=60.0)
+    timings = interleave(calls, runs=5, seconds=60.0, clock=clock)
     rows = []
     for label in shown:
         times = [timings[f"{label} {rank}"].best for rank in ranks]
@@ -234,14 +235,12 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=None, help="1024 times a power of two")
     parser.add_argument("--only", default=None, help="comma-separated mechanisms")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--resume", action="store_true", help="keep the rows that --json already has")
     arguments = parser.parse_args()
     if arguments.resume and not arguments.json:
         parser.error("--resume needs --json, the file to go on with")
     torch.set_num_threads(arguments.threads)
-    if arguments.clock == "cpu":
-        time.perf_counter = time.process_time
     longest = arguments.longest or (65536 if arguments.part == "core" else 32768)
     if longest < 2048:
         parser.error(f"--longest {longest}: expected 2048 or more, a slope needs two lengths")
@@ -255,7 +254,7 @@ def main() -> int:
             write_json(arguments.json, record)
 
     if arguments.part == "rank":
-        record["rows"] = projection_size()
+        record["rows"] = projection_size(arguments.clock)
         record["complete"] = True
         save()
         return 1 if record["rows"][0]["slope_in_rank"] > 0.1 else 0
@@ -274,7 +273,7 @@ def main() -> int:
             if earlier := [row for row in rows if all(row[key] == value for key, value in known.items())]:
                 show(earlier[0])
                 continue
-            rows.append(growth(case, lengths))
+            rows.append(growth(case, lengths, arguments.clock))
             save()
         if arguments.part == "core":
             record["million"] = million()

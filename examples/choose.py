@@ -1,6 +1,6 @@
 """Which mechanism, with how many features, for these queries and keys?
 
-    python examples/choose.py [--file qk.safetensors] [--target 0.1]
+    python examples/choose.py [--file qk.safetensors] [--target-error 0.1]
 
 Without a file it makes up queries and keys as smooth attention has them.
 """
@@ -15,7 +15,7 @@ import subquad as sq
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", help="a safetensors file with q and k, (batch, heads, length, width)")
-    parser.add_argument("--target", type=float, default=0.1, help="relative error that is good enough")
+    parser.add_argument("--target-error", type=float, default=0.1, help="relative error that is good enough")
     parser.add_argument("--length", type=int, default=1024)
     given = parser.parse_args()
     if given.file:
@@ -30,7 +30,7 @@ def main() -> None:
         forecast = sq.predict_error(q, k, "performer", num_features=features)
         trust = "the formula holds here" if forecast.reliable else "outside the region where the formula holds"
         print(f"performer with {features} features: expected error {forecast.error:.3f} ({trust})")
-    print(sq.plan(q, k, target_error=given.target))
+    print(sq.plan(q, k, target_error=given.target_error))
 
 
 if __name__ == "__main__":

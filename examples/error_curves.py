@@ -1,6 +1,6 @@
 """The error of random-feature estimators against their number of features, beside what it has to beat.
 
-python examples/error_curves.py [--scale 0.5] [--width 16] [--png curves.png]
+python examples/error_curves.py [--std 0.5] [--head-dim 16] [--png curves.png]
 """
 
 import argparse
@@ -20,20 +20,20 @@ ESTIMATORS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--scale", type=float, default=0.7, help="standard deviation of queries and keys")
-    parser.add_argument("--counts", default="16,64,256")
+    parser.add_argument("--head-dim", type=int, default=16)
+    parser.add_argument("--std", type=float, default=0.7, help="standard deviation of queries and keys")
+    parser.add_argument("--num-features", default="16,64,256")
     parser.add_argument("--png", help="draw the curves (needs matplotlib)")
     given = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
-    q, k = given.scale * torch.randn(2, 1, 1, given.length, given.width, generator=generator)
-    v = torch.randn(1, 1, given.length, given.width, generator=generator)
+    q, k = given.std * torch.randn(2, 1, 1, given.length, given.head_dim, generator=generator)
+    v = torch.randn(1, 1, given.length, given.head_dim, generator=generator)
     exact = sq.attention(q, k, v, "softmax")
 
     def error(out: torch.Tensor) -> float:
         return float((out - exact).norm() / exact.norm())
 
-    counts = [int(count) for count in given.counts.split(",")]
+    counts = [int(count) for count in given.num_features.split(",")]
     lines = {"uniform": error(v.mean(2, keepdim=True).expand_as(exact))}
     for degree in (1, 2):
         lines[f"taylor {degree}"] = error(sq.attention(q, k, v, "taylor", degree=degree))

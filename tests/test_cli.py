@@ -38,6 +38,18 @@ def test_mechanisms_lists_every_one() -> None:
     assert set(subquad.list_mechanisms()) <= first_words
 
 
+def test_mechanisms_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert 50 < max(map(len, run("mechanisms").stdout.splitlines())) <= 60
+
+
+def test_help_breaks_its_lines_where_the_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = [line.strip() for line in run("plan", "--help").stdout.splitlines()]
+    assert "whole model would take at that length" in " ".join(lines)
+    assert "model would take" not in lines, "a line of the source became a line of the page"
+
+
 BENCH = ("bench", "linear", "--heads", "2", "--head-dim", "8", "--runs", "2", "--threads", "1")
 
 

@@ -21,6 +21,11 @@ def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "mechanisms" / "hybrid" / "index.html").read_text(encoding="utf-8")
     assert "{{" not in page, "a mark was not replaced"
+    catalogue = (tmp_path / "site" / "mechanisms" / "index.html").read_text(encoding="utf-8")
+    assert "softmax over &#124;i - j&#124; &lt;= window" in catalogue
+    theory = (tmp_path / "site" / "theory" / "index.html").read_text(encoding="utf-8")
+    assert "softmax kernel is e<sup>x.y</sup>" in theory
+    assert "γ_d(v) = 1 − e^{−v}" in theory, "code is left as it was written"
     for tag in ('src="http', 'rel="stylesheet" href="http', 'rel="preconnect"'):
         assert tag not in page
 

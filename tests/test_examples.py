@@ -8,9 +8,9 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {
-    "choose.py": ["--length", "128", "--target", "0.3"],
-    "convert_model.py": ["--features", "16"],
-    "error_curves.py": ["--length", "64", "--counts", "16,32"],
+    "choose.py": ["--length", "128", "--target-error", "0.3"],
+    "convert_model.py": ["--num-features", "16"],
+    "error_curves.py": ["--length", "64", "--num-features", "16,32"],
     "generate.py": ["--tokens", "5"],
     "train_long.py": ["--length", "64", "--steps", "3"],
 }

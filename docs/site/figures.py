@@ -6,7 +6,6 @@ Attention to v = identity returns the weights themselves. The tokens are a rando
 with a few that everyone looks at: windows, buckets, clusters and low rank all have something to find.
 """
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def weights(name: str, is_causal: bool) -> torch.Tensor:
     torch.manual_seed(0)
     q, k = tokens()
     attend = sq.create(name, WIDTH, 1, **OPTIONS.get(name, {}))
-    with contextlib.suppress(ValueError):  # nothing to calibrate
+    if attend.uses_calibration:
         attend.calibrate(q, k)
     with torch.no_grad():
         out: torch.Tensor = attend(q, k, torch.eye(LENGTH)[None, None], is_causal=is_causal)

@@ -6,6 +6,7 @@
 {{ contributing PART }}   a section of CONTRIBUTING.md
 """
 
+import html
 import json
 import re
 from pathlib import Path
@@ -21,13 +22,18 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def _code(text: str) -> str:
+    """Code for a cell of a table: a vertical bar would end the cell, and backticks know no escape for it."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+
+
 def _facts(name: str) -> str:
     about: dict[str, Any] = sq.describe(name)
     options = ", ".join(f"`{option}={value!r}`" for option, value in about["options"].items()) or "none"
     rows = [
-        ("weights", f"`{about['equation']}`"),
+        ("weights", _code(about["equation"])),
         ("paper", about["paper"]),
-        ("cost", f"`{about['complexity']}`"),
+        ("cost", _code(about["complexity"])),
         ("causal", _yes(about["causal"])),
         ("token by token, in constant memory", "no, its state grows" if about["exact"] else _yes(about["recurrent"])),
         ("options", options),
@@ -64,11 +70,9 @@ def _catalogue() -> str:
     for name in sq.list_mechanisms():
         about = sq.describe(name)
         state = _yes(about["recurrent"] and not about["exact"])
-        lines.append(
-            f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | `{about['equation']}` | {about['paper']} |"
-        )
-    # A vertical bar would end the cell.
-    return "\n".join(line.replace("|i - j|", "\\|i - j\\|") for line in lines)
+        weights = _code(about["equation"])
+        lines.append(f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | {weights} | {about['paper']} |")
+    return "\n".join(lines)
 
 
 def _contributing(part: str) -> str:
@@ -88,3 +92,27 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         return _catalogue() if kind == "catalogue" else makers[kind](argument)
 
     return MARK.sub(made, markdown)
+
+
+# What is not prose: tags, and whatever stands in code.
+_UNTOUCHED = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<script.*?</script>|<svg.*?</svg>|<[^>]+>)", re.DOTALL)
+_RAISED = re.compile(r"\^(?:\{([^{}]*)\}|([A-Za-z0-9])(?![A-Za-z0-9]))")
+_LOWERED = re.compile(r"_\{([^{}]*)\}|(?<=\b[A-Za-z\u03b1-\u03c9])_([A-Za-z0-9])(?![A-Za-z0-9_])")
+
+
+def set_formulas(page: str) -> str:
+    """e^{x.y} and z_j in the prose of an HTML page as powers and indices; code and tags stay as they are.
+
+    >>> set_formulas("<p>e^{x.y}, n_b and <code>a^{b}</code></p>")
+    '<p>e<sup>x.y</sup>, n<sub>b</sub> and <code>a^{b}</code></p>'
+    """
+    parts = _UNTOUCHED.split(page)
+    for i in range(0, len(parts), 2):
+        raised = _RAISED.sub(lambda m: f"<sup>{m[1] or m[2]}</sup>", parts[i])
+        parts[i] = _LOWERED.sub(lambda m: f"<sub>{m[1] or m[2]}</sub>", raised)
+    return "".join(parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by mkdocs for the HTML of every page."""
+    return set_formulas(html)

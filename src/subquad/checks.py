@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -115,7 +115,9 @@ def check_keys(k: object, v: object, head_dim: int, kv_heads: int | None) -> Non
             f"k has {k.shape[1]} heads ({describe_shape(k)}), but the mechanism was created with {kv_heads=}"
         )
     if k.device != v.device or k.dtype != v.dtype:
-        raise ValueError(f"k and v must share device and dtype, got {k.device} {k.dtype} and {v.device} {v.dtype}")
+        raise ValueError(
+            f"k and v must share device and dtype, got {k.device} {k.dtype} and {v.device} {v.dtype}; use v = v.to(k)"
+        )
 
 
 def check_attention(q: Any, k: Any, v: Any, *, head_dim: int, heads: int | None, kv_heads: int | None) -> None:
@@ -130,7 +132,9 @@ def check_attention(q: Any, k: Any, v: Any, *, head_dim: int, heads: int | None,
             "q's a multiple of k's"
         )
     if q.device != k.device or q.dtype != k.dtype:
-        raise ValueError(f"q and k must share device and dtype, got {q.device} {q.dtype} and {k.device} {k.dtype}")
+        raise ValueError(
+            f"q and k must share device and dtype, got {q.device} {q.dtype} and {k.device} {k.dtype}; use k = k.to(q)"
+        )
 
 
 def check_mask(argument: str, mask: object, batch: int, length: int, device: torch.device) -> None:
@@ -182,7 +186,7 @@ def check_chunk_size(chunk_size: object) -> None:
         check_positive("chunk_size", chunk_size)
 
 
-def refuse_causal(name: str, reason: str) -> None:
+def refuse_causal(name: str, reason: str) -> NoReturn:
     """Say why a mechanism has no causal form."""
     raise ValueError(
         f"{name} cannot be causal: {reason}. Choose one of list_mechanisms(causal=True), for example 'performer' or "

@@ -22,10 +22,13 @@ from torch.utils import _pytree as pytree
 
 from .checks import describe_shape
 from .features.base import Features, exp_, weigh
+from .features.precision import compute_dtype
 
 __all__ = [
     "LinearState",
     "Partial",
+    "check_continues",
+    "check_fits",
     "check_same",
     "finite",
     "join",
@@ -122,7 +125,7 @@ class LinearState:
         batch: int, heads: int, features: int, width: int, like: Tensor, *, per_key_scale: str, origin: str = ""
     ) -> LinearState:
         """A state that has seen nothing, on `like`'s device, in `like`'s dtype but never below float32."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        dtype = compute_dtype(like)
         columns = features if per_key_scale == "feature" else 1
         # Maps without a log scale never shift: their c is 0 from the start.
         start = 0.0 if per_key_scale == "none" else float("-inf")
@@ -191,7 +194,7 @@ class LinearState:
     def to(self, *args: Any, **kwargs: Any) -> LinearState:
         """The same state on another device; the dtype of the sums is kept at float32 or above."""
         moved = [tensor.to(*args, **kwargs) if tensor.is_floating_point() else tensor for tensor in self.tensors]
-        least = torch.promote_types(moved[0].dtype, torch.float32)
+        least = compute_dtype(moved[0])
         moved = [tensor.to(moved[0].device, least if tensor.is_floating_point() else None) for tensor in moved]
         return LinearState.of(moved, self.origin)
 
@@ -200,8 +203,29 @@ class LinearState:
         return LinearState.of([tensor.detach() for tensor in self.tensors], self.origin)
 
 
-def check_same(earlier: Any, later: Any) -> None:
-    """Refuse to merge states that do not continue each other: another kind, draw, or shape."""
+def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> None:
+    """Refuse a state that what has this `origin` cannot go on from: another kind of state, mechanism, draw or scale."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be a {kind.__name__} from {made_by}, got {type(state).__name__}")
+    if state.origin != origin:
+        raise ValueError(
+            f"the state was made by {state.origin!r}, this call is {origin!r}; "
+            "a state can only be continued by the mechanism, draw and scale that made it"
+        )
+
+
+def check_fits(have: tuple[int, int, int], batch: int, heads: int | None, width: int | None) -> None:
+    """Refuse tokens that a state of (batch, KV heads, value width) `have` has no place for; None = whatever it has."""
+    want = (batch, have[1] if heads is None else heads, have[2] if width is None else width)
+    if have != want:
+        raise ValueError(
+            f"the state has (batch, heads, value width) {have}, the tokens given need {want}; begin a new state, or "
+            "bring the tokens into that shape"
+        )
+
+
+def check_same(earlier: Any, later: Any, same_shape: tuple[str, ...] = ("weighted", "log_max")) -> None:
+    """Refuse to merge states that do not continue each other: another kind, draw, or shape of these fields."""
     if type(earlier) is not type(later):
         raise TypeError(
             f"merge: got a {type(earlier).__name__} and a {type(later).__name__}; "
@@ -213,7 +237,7 @@ def check_same(earlier: Any, later: Any) -> None:
             "Only states of one mechanism with the same seed, number of redraws and scale can be merged; "
             "absorb the tokens again with one of the two"
         )
-    for name in ("weighted", "log_max"):
+    for name in same_shape:
         mine, theirs = getattr(earlier, name, None), getattr(later, name, None)
         if mine is not None and theirs is not None and mine.shape != theirs.shape:
             raise ValueError(f"merge: {name} differs in shape: {describe_shape(mine)} and {describe_shape(theirs)}")

@@ -87,3 +87,16 @@ def test_scale_is_the_same_as_scaling_the_inputs(case, scale):
         a = attn(q, k, v, is_causal=is_causal, scale=scale)
         b = attn(root * q, root * k, v, is_causal=is_causal, scale=1.0)
         assert (a - b).abs().max() <= case.tolerance
+
+
+def test_the_meta_device_gives_the_shape(first_case):
+    """Planning memory and shapes of a large model needs no memory: every mechanism runs on tensors without data."""
+    if first_case.backend is not None:
+        return  # meta tensors have no bytes that a compiled loop could read
+    attn = first_case.make().to("meta")
+    q, k, v = (x.to("meta") for x in first_case.inputs(dtype=torch.float32))
+    mask = torch.ones(2, 37, dtype=torch.bool, device="meta")
+    for is_causal in first_case.causal_modes:
+        out = attn(q, k, v, is_causal=is_causal, key_mask=mask)
+        assert out.is_meta
+        assert out.shape == (2, 2, 37, 6)

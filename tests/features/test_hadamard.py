@@ -171,5 +171,5 @@ def test_kurtosis_on_a_flat_direction_is_the_closed_form(blocks: int) -> None:
 def test_no_factors_are_refused(blocks: int) -> None:
     with pytest.raises(ValueError, match=f"blocks must be at least 1, got {blocks}"):
         HadamardProjection(4, 4, blocks=blocks)
-    with pytest.raises(TypeError, match=r"blocks must be an int, got 1\.5"):
+    with pytest.raises(TypeError, match=r"blocks must be an integer of at least 1, got 1\.5"):
         HadamardProjection(4, 4, blocks=1.5)  # type: ignore[arg-type]

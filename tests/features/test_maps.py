@@ -138,6 +138,22 @@ def test_calibration_streams_over_batches():
     assert torch.allclose(whole.query_mean[0].double(), pooled.mean(0), atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"center": True}, {"features": "oprf"}, {"features": "sderf", "center": True}])
+def test_calibration_refuses_what_would_poison_it(options):
+    """A running mean that took one NaN is NaN for good, and so is every output after it."""
+    q, k, v = torch.randn(3, 1, 2, 20, 8, generator=torch.Generator().manual_seed(0))
+    attn = sq.create("performer", head_dim=8, heads=2, num_features=16, seed=0, **options)
+    attn.calibrate(q, k)
+    before = attn(q, k, v)
+    bad = k.clone()
+    bad[:, 1, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"calibrate: k holds NaN or infinity in 1 of 40 vectors; .* key_mask="):
+        attn.calibrate(2 * q, bad)
+    assert torch.equal(attn(q, k, v), before)
+    attn.calibrate(q, bad, key_mask=(torch.arange(20) != 3)[None])  # padding may hold anything
+    assert attn(q, k, v).isfinite().all()
+
+
 def test_calibration_survives_the_state_dict():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 40, 8, generator=generator)

@@ -31,7 +31,7 @@ def test_predicted_beside_measured_and_every_baseline():
     text = error_table(study)
     for name in study.baselines:
         assert f"\n{name}" in text
-    json.dumps(study.to_json(), allow_nan=False)
+    json.dumps(study.as_dict(), allow_nan=False)
 
 
 def test_what_has_no_closed_form_or_no_features():

@@ -25,7 +25,7 @@ from subquad.mechanisms.linear import LinearAttention
         ("performer", {"projection": "hadamar"}, ValueError, "did you mean 'hadamard'"),
         ("performer", {"projection": "hadamard", "blocks": 0}, ValueError, "blocks must be at least 1"),
         ("performer", {"blocks": 2}, ValueError, "option of projection='hadamard' only"),
-        ("performer", {"norms": "ch"}, ValueError, "norms must be one of"),
+        ("performer", {"norms": "ch"}, ValueError, "norms='ch' is not known; expected one of"),
         ("performer", {"kernel": "laplace"}, ValueError, "kernel='laplace' is not known"),
         ("performer", {"features": "relu", "kernel": "gaussian"}, ValueError, "a kernel of its own"),
         ("performer", {"features": "relu", "antithetic": True}, ValueError, "antithetic"),

@@ -153,7 +153,7 @@ def test_bad_input():
     q, k = _sample()
     with pytest.raises(ValueError, match="as many queries as keys"):
         attn.fit(q, k[:, :, :5], is_causal=True)
-    with pytest.raises(ValueError, match="needs sample tokens"):
+    with pytest.raises(ValueError, match="sample tokens are needed"):
         attn.fit(q[:, :, :0], k)
     with pytest.raises(ValueError, match="steps must be at least 1"):
         attn.fit(q, k, steps=0)

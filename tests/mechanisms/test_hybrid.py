@@ -11,7 +11,8 @@ import subquad as sq
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures, TrigFeatures
 
-PERFORMER = {"mechanism": "performer", "num_features": 16, "seed": 1}
+from .hybrid_cases import PERFORMER, hybrid, tokens
+
 FARS = [
     PERFORMER,
     {**PERFORMER, "features": "sderf", "center": True},
@@ -21,30 +22,6 @@ FARS = [
     "linear",
     "hedgehog",
 ]
-
-
-def _tokens(length, batch=1, heads=2, kv_heads=None, dim=4, width=3, dtype=torch.float64, norm=0.7, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads, width):
-        return torch.randn(batch, heads, length, width, generator=generator, dtype=torch.float64)
-
-    kv_heads = kv_heads or heads
-    q, k, v = norm * draw(heads, dim) + 0.2, norm * draw(kv_heads, dim) - 0.1, draw(kv_heads, width)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _hybrid(far, window, sinks, heads=2, kv_heads=None, dim=4):
-    attn = sq.create("hybrid", dim, heads, kv_heads, window=window, sinks=sinks, far=far)
-    q, k, _ = _tokens(60, heads=heads, kv_heads=kv_heads, dim=dim, seed=9)
-    try:
-        attn.calibrate(q, k)
-    except ValueError as error:
-        assert "uses no calibration" in str(error)
-    if attn.log_scale is not None:
-        with torch.no_grad():
-            attn.log_scale.copy_(torch.linspace(-0.5, 0.7, heads))
-    return attn
 
 
 def _brute(attn, q, k, v, is_causal, mask=None, first=None):
@@ -88,11 +65,11 @@ def _brute(attn, q, k, v, is_causal, mask=None, first=None):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("far", FARS, ids=str)
 def test_equals_the_definition_pair_by_pair(far, is_causal):
-    q, k, v = _tokens(17, batch=2, heads=4, kv_heads=2)
+    q, k, v = tokens(17, batch=2, heads=4, kv_heads=2)
     mask = torch.rand(2, 17, generator=torch.Generator().manual_seed(4)) > 0.25
     mask[1, :3] = False
     for window, sinks in ((3, 2), (0, 0), (0, 6), (5, 0), (2, 9)):
-        attn = _hybrid(far, window, sinks, heads=4, kv_heads=2)
+        attn = hybrid(far, window, sinks, heads=4, kv_heads=2)
         for key_mask in (None, mask):
             want = _brute(attn, q, k, v, is_causal, key_mask)
             for call in ({}, {"chunk_size": 4}, {"backend": "reference"}):
@@ -103,12 +80,12 @@ def test_equals_the_definition_pair_by_pair(far, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("far", FARS, ids=str)
 def test_is_softmax_while_everything_is_near(far, is_causal):
-    q, k, v = _tokens(40)
+    q, k, v = tokens(40)
     exact = sq.attention(q, k, v, "softmax", is_causal=is_causal)
-    assert (_hybrid(far, 39, 0)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
-    assert (_hybrid(far, 1000, 4)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
-    assert (_hybrid(far, 0, 40)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
-    assert (_hybrid(far, 38, 0)(q, k, v, is_causal=is_causal) - exact).abs().max() > 1e-7
+    assert (hybrid(far, 39, 0)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
+    assert (hybrid(far, 1000, 4)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
+    assert (hybrid(far, 0, 40)(q, k, v, is_causal=is_causal) - exact).abs().max() <= 1e-12
+    assert (hybrid(far, 38, 0)(q, k, v, is_causal=is_causal) - exact).abs().max() > 1e-7
 
 
 def test_default_options():
@@ -151,7 +128,7 @@ def _product(phi, q, k, scale):
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("features", ["positive", "hyperbolic", "oprf", "sderf", "trig"])
 def test_random_maps_estimate_the_exponential_itself(features, center):
-    q, k, _ = _tokens(20, dim=4, norm=0.3)
+    q, k, _ = tokens(20, dim=4, norm=0.3)
     q, k = q + torch.tensor([0.6, 0.6, -0.2, -0.2]), k + torch.tensor([0.9, 0.1, 0.1, 0.9])
     options = {"center": center, "kv_heads": 2, "seed": 0}
     if features == "trig":
@@ -169,7 +146,7 @@ def test_random_maps_estimate_the_exponential_itself(features, center):
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_centred_taylor_estimates_the_exponential_itself(degree, scale):
-    q, k, _ = _tokens(30, dim=4, norm=0.05)
+    q, k, _ = tokens(30, dim=4, norm=0.05)
     q, k = q + 1.0, k - 1.5
     phi = PolynomialFeatures(4, degree=degree, center=True, kv_heads=2)
     phi.calibration.update(q, k)
@@ -194,7 +171,7 @@ def test_only_maps_of_another_kernel_get_a_learned_factor():
     for far in others:
         attn = sq.create("hybrid", 4, 6, 2, window=2, sinks=0, far=far)
         assert attn.log_scale.shape == (6,)
-        q, k, v = _tokens(20, heads=6, kv_heads=2, dtype=torch.float32)
+        q, k, v = tokens(20, heads=6, kv_heads=2, dtype=torch.float32)
         attn(q, k, v, is_causal=True, chunk_size=5).square().sum().backward()
         assert (attn.log_scale.grad != 0).all()
         if far != "hedgehog":
@@ -208,8 +185,8 @@ def test_only_maps_of_another_kernel_get_a_learned_factor():
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("far", FARS[:3], ids=str)
 def test_padding_in_front_changes_nothing(far, is_causal):
-    attn = _hybrid(far, 3, 4)
-    q, k, v = _tokens(30)
+    attn = hybrid(far, 3, 4)
+    q, k, v = tokens(30)
     alone = attn(q, k, v, is_causal=is_causal)
     padded = [torch.cat([9 * torch.ones_like(x[:, :, :7]), x], 2) for x in (q, k, v)]
     mask = (torch.arange(37) >= 7)[None]
@@ -222,8 +199,8 @@ def test_padding_in_front_changes_nothing(far, is_causal):
 
 
 def test_padding_in_front_of_a_scan_may_span_several_calls():
-    attn = _hybrid(PERFORMER, 3, 4)
-    q, k, v = _tokens(30)
+    attn = hybrid(PERFORMER, 3, 4)
+    q, k, v = tokens(30)
     want = attn(q, k, v, is_causal=True)
     padded = [torch.cat([torch.ones_like(x[:, :, :7]), x], 2) for x in (q, k, v)]
     mask = (torch.arange(37) >= 7)[None]
@@ -235,8 +212,8 @@ def test_padding_in_front_of_a_scan_may_span_several_calls():
 
 
 def test_padding_between_tokens_holds_its_place():
-    attn = _hybrid(PERFORMER, 2, 0)
-    q, k, v = _tokens(20)
+    attn = hybrid(PERFORMER, 2, 0)
+    q, k, v = tokens(20)
     mask = torch.ones(1, 20, dtype=torch.bool)
     mask[0, 10:12] = False
     kept = mask[0].nonzero().flatten()
@@ -254,7 +231,7 @@ def test_far_as_a_name_a_dict_or_an_object():
     attn = sq.create("hybrid", 4, window=3, far=made)
     assert attn.far is made
     same = sq.create("hybrid", 4, window=3, far={"mechanism": "performer", "num_features": 16, "seed": 1})
-    q, k, v = _tokens(30)
+    q, k, v = tokens(30)
     assert torch.equal(attn(q, k, v), same(q, k, v))
     config = json.loads(json.dumps(same.config()))
     assert config["far"]["mechanism"] == "performer"
@@ -268,7 +245,7 @@ def test_far_as_a_name_a_dict_or_an_object():
 
 def test_calibration_and_redraw_reach_the_far_field():
     attn = sq.create("hybrid", 4, 2, window=3, far={**PERFORMER, "features": "sderf"})
-    q, k, v = _tokens(30)
+    q, k, v = tokens(30)
     with pytest.raises(RuntimeError, match="calibrate"):
         attn(q, k, v)
     attn.calibrate(q, k)
@@ -305,8 +282,8 @@ def test_bad_options(options, kind, message):
 
 
 def test_cross_attention_is_refused_with_the_reason():
-    attn = _hybrid(PERFORMER, 3, 1)
-    q, k, v = _tokens(10)
+    attn = hybrid(PERFORMER, 3, 1)
+    q, k, v = tokens(10)
     with pytest.raises(ValueError, match="as many queries as keys, got 5 and 10"):
         attn(q[:, :, :5], k, v)
     with pytest.raises(NotImplementedError, match="own position"):
@@ -316,8 +293,8 @@ def test_cross_attention_is_refused_with_the_reason():
 
 
 def test_states_of_other_shapes_or_settings_are_refused():
-    attn, other = _hybrid(PERFORMER, 3, 1), _hybrid(PERFORMER, 4, 1)
-    q, k, v = _tokens(10)
+    attn, other = hybrid(PERFORMER, 3, 1), hybrid(PERFORMER, 4, 1)
+    q, k, v = tokens(10)
     _, state = attn.scan(q, k, v)
     with pytest.raises(ValueError, match="window=3"):
         other.scan(q, k, v, state)

@@ -13,31 +13,7 @@ from hypothesis import given, settings
 import subquad as sq
 from subquad.mechanisms import near_far, two_sided, windows
 
-PERFORMER = {"mechanism": "performer", "num_features": 16, "seed": 1}
-
-
-def _tokens(length, batch=1, heads=2, kv_heads=None, dim=4, width=3, dtype=torch.float64, norm=0.7, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads, width):
-        return torch.randn(batch, heads, length, width, generator=generator, dtype=torch.float64)
-
-    kv_heads = kv_heads or heads
-    q, k, v = norm * draw(heads, dim) + 0.2, norm * draw(kv_heads, dim) - 0.1, draw(kv_heads, width)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _hybrid(far, window, sinks, heads=2, kv_heads=None, dim=4):
-    attn = sq.create("hybrid", dim, heads, kv_heads, window=window, sinks=sinks, far=far)
-    q, k, _ = _tokens(60, heads=heads, kv_heads=kv_heads, dim=dim, seed=9)
-    try:
-        attn.calibrate(q, k)
-    except ValueError as error:
-        assert "uses no calibration" in str(error)
-    if attn.log_scale is not None:
-        with torch.no_grad():
-            attn.log_scale.copy_(torch.linspace(-0.5, 0.7, heads))
-    return attn
+from .hybrid_cases import PERFORMER, hybrid, tokens
 
 
 def _product(phi, q, k, scale):
@@ -55,8 +31,8 @@ def _product(phi, q, k, scale):
 
 def test_a_far_field_made_by_subtraction_would_lose_it():
     """One near key with huge features: total minus near leaves only rounding errors of the far field."""
-    attn = _hybrid({"mechanism": "taylor", "degree": 2}, 4, 0)
-    q, k, v = _tokens(60, dtype=torch.float32)
+    attn = hybrid({"mechanism": "taylor", "degree": 2}, 4, 0)
+    q, k, v = tokens(60, dtype=torch.float32)
     q[..., 0] += 2
     k[:, :, 30] = torch.tensor([-1e4, 0, 0, 0])  # scores of about -1e4: 1 + s + s^2/2 = 5e7, but e^s = 0
     want = attn(*(x.double() for x in (q, k, v)), backend="reference")[:, :, 26:35]
@@ -74,8 +50,8 @@ def test_a_far_field_made_by_subtraction_would_lose_it():
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_huge_keys_do_not_hide_small_ones(is_causal, monkeypatch):
     """Keys of norm 60 enter the far field in the middle of a chunk; rows that cannot see them keep their small keys."""
-    attn = _hybrid({**PERFORMER, "features": "positive", "num_features": 32}, 3, 1)
-    q, k, v = _tokens(90, dtype=torch.float32)
+    attn = hybrid({**PERFORMER, "features": "positive", "num_features": 32}, 3, 1)
+    q, k, v = tokens(90, dtype=torch.float32)
     k[:, :, 40:50] *= 60 / k[:, :, 40:50].norm(dim=-1, keepdim=True)
     q[:, :, :40] = 0  # their near scores are small as well
     q[:, :, 40:] *= -1
@@ -89,8 +65,8 @@ def test_huge_keys_do_not_hide_small_ones(is_causal, monkeypatch):
 
 def test_the_exact_form_is_needed_and_taken(monkeypatch):
     """All scores are -1800, near and far, until keys of norm 0 set the shift of the chunk: no row may see it."""
-    attn = _hybrid({**PERFORMER, "features": "positive", "num_features": 32}, 0, 0)
-    q, k, v = (0.01 * x for x in _tokens(64, dtype=torch.float32))
+    attn = hybrid({**PERFORMER, "features": "positive", "num_features": 32}, 0, 0)
+    q, k, v = (0.01 * x for x in tokens(64, dtype=torch.float32))
     q[..., 0], k[..., 0] = -60, 60
     k[:, :, 60:] = 0
     want = attn(*(x.double() for x in (q, k, v)), is_causal=True, backend="reference")
@@ -103,7 +79,7 @@ def test_the_exact_form_is_needed_and_taken(monkeypatch):
 def test_joining_by_shift_alone_would_lose_the_near_field(monkeypatch):
     """A far field without weight (relu, or no far key yet) has shift 0: near scores of -200 must not vanish beside."""
     attn = sq.create("hybrid", 4, 2, window=3, sinks=0, far={**PERFORMER, "features": "relu", "kernel_eps": 0.0})
-    q, k, v = _tokens(4, dtype=torch.float32)
+    q, k, v = tokens(4, dtype=torch.float32)
     q, k = 20 + q, -20 + k
     exact = sq.attention(q, k, v, "softmax", is_causal=True)
     assert (attn(q, k, v, is_causal=True) - exact).abs().max() < 1e-4
@@ -113,8 +89,8 @@ def test_joining_by_shift_alone_would_lose_the_near_field(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_low_precision_inputs_are_computed_in_float32(dtype):
-    attn = _hybrid(PERFORMER, 4, 2)
-    q, k, v = _tokens(50, dtype=dtype)
+    attn = hybrid(PERFORMER, 4, 2)
+    q, k, v = tokens(50, dtype=dtype)
     out, state = attn.scan(q, k, v)
     assert out.dtype == dtype
     assert {x.dtype for x in (state.window_k, state.sink_v, state.far.weighted)} == {torch.float32}
@@ -130,11 +106,11 @@ def test_one_sweep_equals_two_passes(far, sound, monkeypatch):
     """Without a causal mask CPUs take one sweep; compilers and other devices two passes, which look at no values."""
     if not sound:
         monkeypatch.setattr(two_sided, "sound", lambda *_: False)
-    q, k, v = _tokens(150, batch=2, heads=4, kv_heads=2)
+    q, k, v = tokens(150, batch=2, heads=4, kv_heads=2)
     mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(4)) > 0.25
     mask[1, :70] = False
     for window, chunk in ((0, 32), (5, 64), (32, 64), (32, 150), (40, 33)):
-        attn = _hybrid(far, window, 3, heads=4, kv_heads=2)
+        attn = hybrid(far, window, 3, heads=4, kv_heads=2)
         results = []
         for full in (two_sided.full, near_far.full):
             args = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -154,8 +130,8 @@ def test_one_sweep_equals_two_passes(far, sound, monkeypatch):
 def test_any_split_and_any_merge_is_the_parallel_form(data):
     window, sinks = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 5))
     far = data.draw(st.sampled_from([PERFORMER, {"mechanism": "taylor", "degree": 2}, "linear"]))
-    attn = _hybrid(far, window, sinks)
-    q, k, v = _tokens(24, batch=2)
+    attn = hybrid(far, window, sinks)
+    q, k, v = tokens(24, batch=2)
     bits = data.draw(st.lists(st.booleans(), min_size=48, max_size=48))
     mask = torch.tensor(bits).view(2, 24) if data.draw(st.booleans()) else torch.ones(2, 24, dtype=torch.bool)
     mask[0, : data.draw(st.integers(0, 20))] = False
@@ -179,8 +155,8 @@ def test_any_split_and_any_merge_is_the_parallel_form(data):
 
 
 def test_merged_windows_and_sinks_are_those_of_one_scan():
-    attn = _hybrid(PERFORMER, 5, 3)
-    q, k, v = _tokens(20)
+    attn = hybrid(PERFORMER, 5, 3)
+    q, k, v = tokens(20)
     whole = attn.scan(q, k, v)[1]
     parts = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in ((0, 2), (2, 4), (4, 20))]
     merged = functools.reduce(sq.merge, parts)
@@ -191,8 +167,8 @@ def test_merged_windows_and_sinks_are_those_of_one_scan():
 
 
 def test_the_state_does_not_grow():
-    attn = _hybrid(PERFORMER, 6, 2)
-    q, k, v = _tokens(200)
+    attn = hybrid(PERFORMER, 6, 2)
+    q, k, v = tokens(200)
     sizes, state = [], None
     for i in range(0, 200, 10):
         _, state = attn.scan(*(x[:, :, i : i + 10] for x in (q, k, v)), state)
@@ -204,8 +180,8 @@ def test_the_state_does_not_grow():
 
 
 def test_states_can_be_copied_and_pickled():
-    attn = _hybrid(PERFORMER, 4, 2)
-    q, k, v = _tokens(30)
+    attn = hybrid(PERFORMER, 4, 2)
+    q, k, v = tokens(30)
     want = attn(q, k, v, is_causal=True)[:, :, 20:]
     states = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in ((0, 10), (10, 20))]
     for again in (copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))):
@@ -214,8 +190,8 @@ def test_states_can_be_copied_and_pickled():
 
 
 def test_reference_and_fast_states_continue_each_other():
-    attn = _hybrid(PERFORMER, 4, 3)
-    q, k, v = _tokens(30)
+    attn = hybrid(PERFORMER, 4, 3)
+    q, k, v = tokens(30)
     want = attn(q, k, v, is_causal=True)
     state = None
     for a, b, backend in ((0, 5, "reference"), (5, 16, None), (16, 23, "reference"), (23, 30, "chunked")):
@@ -225,10 +201,10 @@ def test_reference_and_fast_states_continue_each_other():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_backward_keeps_linear_memory(is_causal):
-    attn = _hybrid({**PERFORMER, "num_features": 64}, 16, 2)
+    attn = hybrid({**PERFORMER, "num_features": 64}, 16, 2)
     kept = []
     for length in (256, 1024):
-        q, k, v = (x.requires_grad_() for x in _tokens(length, dtype=torch.float32))
+        q, k, v = (x.requires_grad_() for x in tokens(length, dtype=torch.float32))
         sizes = {}
 
         def pack(x, sizes=sizes):

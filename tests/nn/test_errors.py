@@ -36,6 +36,10 @@ def test_floats_where_there_is_no_vocabulary():
         model(torch.zeros(1, 3, 16, dtype=torch.int64))
     with pytest.raises(ValueError, match="x is empty"):
         model(torch.randn(1, 0, 16))
+    with pytest.raises(
+        TypeError, match=r"got token ids \(shape \(1, 3\) of torch\.int64\); build the model with vocab="
+    ):
+        model(torch.zeros(1, 3, dtype=torch.int64))
 
 
 def test_more_positions_than_were_learned(decoder, tokens):
@@ -76,6 +80,17 @@ def test_states_of_another_model(decoder, tokens):
     random.redraw()
     with pytest.raises(ValueError, match="can only be continued by the mechanism, draw and scale"):
         random.scan(ids, states)
+
+
+def test_selecting_sequences_that_are_not_there(decoder, tokens):
+    _, states = decoder("linear").scan(tokens(2, 4))
+    with pytest.raises(TypeError, match=r"index must be an integer tensor of shape \(sequences,\), got \[0\]"):
+        states.select([0])
+    with pytest.raises(TypeError, match=r"got shape \(2,\) of torch\.bool"):
+        states.select(torch.tensor([True, False]))
+    with pytest.raises(ValueError, match=r"index=\[0, 2\] must be among the sequences of these states, 0\.\.1"):
+        states.select(torch.tensor([0, 2]))
+    assert states.select(torch.tensor([], dtype=torch.int64)).batch == 0
 
 
 def test_models_without_a_recurrent_form_say_so(decoder, tokens):

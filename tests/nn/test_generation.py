@@ -115,6 +115,10 @@ def test_bad_input(decoder, tokens):
         generate(model, ids[0], 3)
     with pytest.raises(NotImplementedError, match="no recurrent form"):
         generate(decoder("lsh"), ids, 3)
+    with pytest.raises(TypeError, match=r"generate has no option 'temprature'; did you mean 'temperature'"):
+        generate(model, ids, 3, temprature=0)
+    with pytest.raises(TypeError, match=r"generator must be a torch.Generator or None, got 5; for a seed use"):
+        generate(model, ids, 3, generator=5)
 
 
 def test_extreme_sampling_input():

@@ -5,6 +5,7 @@ whole library, can be imported without typer.
 """
 
 import importlib
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -45,5 +46,15 @@ def _application() -> "typer.Typer":
             raise typer.Exit
 
     for name in _COMMANDS:
-        app.command(name)(getattr(importlib.import_module(f"{__name__}.{name}"), name))
+        command = getattr(importlib.import_module(f"{__name__}.{name}"), name)
+        app.command(name, help=_flowing(inspect.getdoc(command) or ""))(command)
     return app
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without line ends of their own: the help page breaks them where the terminal ends.
+
+    >>> _flowing("One line\\nand another.\\n\\nNext.")
+    'One line and another.\\n\\nNext.'
+    """
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

@@ -29,6 +29,16 @@ def _layers(text: str | None) -> list[int | str] | None:
     return found
 
 
+def _check_target(model: str, out: Path) -> None:
+    """Refuse to write over the model that is read, or over a file, before minutes are spent on it."""
+    if out.exists() and Path(model).exists() and out.samefile(model):
+        raise ValueError(
+            f"--out {out} is the folder of the model itself: its weights would be overwritten. Name another folder"
+        )
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; a folder is expected, new or existing")
+
+
 def _tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
@@ -105,6 +115,7 @@ def convert(
     with user_errors(), progress("converting") as step:
         chosen = parse_mechanism(mechanism, parse_pairs("--option", option or []))
         at = numbers(lengths)
+        _check_target(model, out)
         step("loading the model", 0, 5)
         exact = saved_class(model).from_pretrained(model).eval()
         tokenizer = _tokenizer(model)

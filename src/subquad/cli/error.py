@@ -70,7 +70,7 @@ def error(
             draws=draws, tokens=tokens, seed=seed, on_line=on_line,
         )  # fmt: skip
         if json is not None:
-            write_json(json, {"source": inputs.source, "machine": machine(), **study.to_json()})
+            write_json(json, {"source": inputs.source, "machine": machine(), **study.as_dict()})
     print(f"{inputs.source}\n\n{error_table(study)}")
     if json is not None:
         print(f"every number: {json}", file=sys.stderr)

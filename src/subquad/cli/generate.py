@@ -1,6 +1,5 @@
 """``subquad generate``."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,23 +11,10 @@ from subquad.cli.terminal import user_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["generate"]
+__all__ = ["TOKENIZER_FILES", "generate"]
 
 # Any of these means that the folder has a tokenizer of its own.
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no config.json; expected a folder written by save_pretrained")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold a JSON object, got {type(config).__name__}")
-    return config
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> "PreTrainedTokenizerBase":
@@ -87,11 +73,11 @@ def generate(
         from transformers import TextStreamer, set_seed
         from transformers.utils import logging
 
-        import subquad.hf  # noqa: F401  (registers the model classes)
+        from subquad.hf.restoring import read_config  # its room also registers the model classes
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        config = _config(folder)
+        config = read_config(folder)
         tokenizer = _tokenizer(folder, config)
         model = _model(folder, config).eval()
         text = sys.stdin.read() if prompt == "-" else prompt

@@ -10,7 +10,7 @@ from subquad.cli.terminal import progress, user_errors
 
 __all__ = ["plan"]
 
-_SAMPLE = 2048  # tokens of a described input that are made: a plan looks at no more
+_SAMPLE = 16384  # tokens of a described input that are made: a plan looks at no more
 
 
 def plan(
@@ -36,7 +36,7 @@ def plan(
     seed: Annotated[int, typer.Option()] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
 ) -> None:
-    """What to use for given queries and keys: ranked by time, measured where prediction breaks, or "unattainable".
+    """What to use for given queries and keys: errors measured on them, ranked by time, or "unattainable".
 
     The queries and keys come from a file, or from a description. With --layers, also how long a whole model would take
     at that length, with each recommended mechanism and with softmax attention. Times are of this machine.

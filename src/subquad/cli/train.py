@@ -18,7 +18,8 @@ _RUNNING = "Running (no influence on the result)"
 def train(
     task: Annotated[str, typer.Argument(help="copy, images, speech, text, protein, listops or documents.")],
     data: Annotated[
-        str | None, typer.Option(help="Real data: a file or folder; small built-in data if absent.")
+        str | None,
+        typer.Option(help="Real data: a file, a folder or hub:NAME; small built-in data if absent."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the task, name=value; repeat it.")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .precision import Float32Buffers
 
-__all__ = ["FeatureMap", "Features", "LinearForm", "exp_", "scaled", "weigh"]
+__all__ = ["LOG2_E", "FeatureMap", "Features", "LinearForm", "exp_", "scaled", "weigh"]
 
 LOG2_E = 1.0 / math.log(2.0)
 

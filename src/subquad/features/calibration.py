@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .precision import Float32Buffers
 
-__all__ = ["Calibration", "balancing_map"]
+__all__ = ["Calibration", "balancing_map", "calibrations"]
 
 # Of the mean variance, added to every direction: directions that the sample hardly shows are not stretched beyond it.
 FLOOR = 1e-3
@@ -96,8 +96,17 @@ class Calibration(Float32Buffers):
     def update(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> None:
         """Add a batch: q (B, G H, L, D), k (B, H, S, D); masks (B, S) and (B, L), True = real."""
         with torch.no_grad():
-            self._merge("query", 0, self._rows(q, query_mask))
-            self._merge("key", 1, self._rows(k, key_mask))
+            queries, keys = self._rows(q, query_mask), self._rows(k, key_mask)
+            # Before anything is merged: one NaN would stay in the running means, and in every output, for good.
+            for argument, mask, rows in (("q", "query_mask", queries), ("k", "key_mask", keys)):
+                bad = int((~rows.isfinite().all(-1)).sum())
+                if bad:
+                    raise ValueError(
+                        f"calibrate: {argument} holds NaN or infinity in {bad} of {rows.shape[0] * rows.shape[1]} "
+                        f"vectors; give finite samples, or leave those tokens out with {mask}=. Nothing was changed"
+                    )
+            self._merge("query", 0, queries)
+            self._merge("key", 1, keys)
         self._look()
 
     def assign(self, query_mean: Tensor, key_mean: Tensor, query_cov: Tensor, key_cov: Tensor, counts: Tensor) -> None:
@@ -141,3 +150,13 @@ class Calibration(Float32Buffers):
         mean_buffer.copy_(mean + share * delta)
         cov_buffer.copy_(cov)
         self.counts[index] += new
+
+
+def calibrations(module: nn.Module) -> list[Calibration]:
+    """All statistics inside `module`; [] where it uses none.
+
+    >>> from subquad import create
+    >>> len(calibrations(create("taylor", 8, heads=2, center=True))), calibrations(create("taylor", 8))
+    (1, [])
+    """
+    return [part for part in module.modules() if isinstance(part, Calibration)]

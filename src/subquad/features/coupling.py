@@ -19,6 +19,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .. import checks
+
 __all__ = [
     "Real",
     "float64",
@@ -45,8 +47,7 @@ def float64(value: Real) -> Tensor:
 
 def least_dim(dim: int, least: int = 1) -> int:
     """`dim` if it is at least `least`, else an error."""
-    if dim < least:
-        raise ValueError(f"dim must be at least {least}, got {dim}.")
+    checks.check_positive("dim", dim, least)
     return dim
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .seeded import Projection, chi, positive_int
+from .. import checks
+from .seeded import Projection, chi
 
 __all__ = ["HadamardProjection", "fwht", "next_power_of_two"]
 
@@ -82,7 +83,8 @@ class HadamardProjection(Projection):
         norms: str = "chi",
         seed: int | torch.Generator | None = None,
     ) -> None:
-        self.blocks = positive_int("blocks", blocks)
+        checks.check_positive("blocks", blocks)
+        self.blocks = blocks
         super().__init__(rows, dim, heads=heads, norms=norms, seed=seed)
 
     @property

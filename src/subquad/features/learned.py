@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import FeatureMap, Features, scaled
+from .precision import compute_dtype, full_precision
 
 __all__ = ["HedgehogFeatures", "fit", "mean_divergence"]
 
@@ -86,7 +87,7 @@ def _sample(
     q: Tensor, k: Tensor, is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Detached q (B, H, G, L, D) and k (B, H, S, D) in float32 or wider, visible (B, L, S), real queries (B, L)."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = compute_dtype(q)
     q = q.detach().to(dtype).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
     k = k.detach().to(dtype)
     visible = torch.ones(q.shape[0], q.shape[3], k.shape[2], dtype=torch.bool, device=q.device)
@@ -149,7 +150,7 @@ def fit(
     kept = [p.grad for p in parameters]
     losses: list[float] = []
     # fit() trains even where the caller's code runs under no_grad, as evaluation loops do.
-    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.enable_grad(), full_precision(q):
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = lr * (0.55 + 0.45 * math.cos(math.pi * step / steps))

@@ -1,4 +1,4 @@
-"""Buffers that keep float32 whatever dtype their module is cast to.
+"""What is never rounded below float32: what is computed, and buffers whatever dtype their module is cast to.
 
 A projection or a calibration that was rounded to bfloat16 is another projection: the estimate it gives is no longer the
 one that was seeded, measured and saved. `Float32Buffers` therefore follows `.to(device)` but not `.half()`,
@@ -8,12 +8,35 @@ one that was seeded, measured and saved. `Float32Buffers` therefore follows `.to
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Float32Buffers"]
+__all__ = ["Float32Buffers", "compute_dtype", "full_precision", "widened"]
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float32, or x's own dtype if that is wider: features, scores and sums are never formed in half precision."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def widened(x: Tensor) -> Tensor:
+    """x in the dtype that is computed in.
+
+    >>> widened(torch.ones(2, dtype=torch.bfloat16)).dtype, widened(torch.ones(2, dtype=torch.float64)).dtype
+    (torch.float32, torch.float64)
+    """
+    return x.to(compute_dtype(x))
+
+
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside autocast a matmul would round features to bfloat16; leave it. (Meta tensors know no autocast.)"""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 class Float32Buffers(nn.Module):

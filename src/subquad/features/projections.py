@@ -6,13 +6,14 @@ other, which changes the variance of a kernel estimate and never its mean (`vari
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from .hadamard import HadamardProjection
+from .precision import full_precision
 from .seeded import Projection, chi
 
 __all__ = [
@@ -74,11 +75,8 @@ class _Dense(Projection):
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
         weight = self.as_matrix(x.dtype).mT
-        if torch.is_autocast_enabled(x.device.type):
-            # Features are float32 under autocast too; a matmul would be rounded to bfloat16 here.
-            with torch.autocast(x.device.type, enabled=False):
-                return x @ weight
-        return x @ weight
+        with full_precision(x):
+            return x @ weight
 
 
 class GaussianProjection(_Dense):
@@ -160,16 +158,10 @@ def make_projection(kind: str, rows: int, dim: int, **options: Any) -> Projectio
     HadamardProjection(rows=8, dim=5, heads=None, norms='chi', blocks=2)
     >>> make_projection("hadamar", 8, 5)
     Traceback (most recent call last):
-    ValueError: projection must be one of [...'simplex'], got 'hadamar'; did you mean 'hadamard'?
+    ValueError: projection='hadamar' is not known; expected one of [...'simplex']; did you mean 'hadamard'?
     """
-    if not isinstance(kind, str) or kind not in PROJECTIONS:
-        nearest = difflib.get_close_matches(str(kind), PROJECTIONS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"projection must be one of {list(PROJECTIONS)}, got {kind!r}; did you mean {nearest!r}?")
-    known = ["heads", "norms", "seed", "blocks"]
-    for name in options:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown projection option {name!r}; valid are {known}; did you mean {nearest!r}?")
+    checks.check_option("projection", kind, PROJECTIONS)
+    checks.check_options(f"projection {kind!r}", options, ("heads", "norms", "seed", "blocks"))
     if "blocks" in options and options["blocks"] is None:
         del options["blocks"]
     if "blocks" in options and kind != "hadamard":

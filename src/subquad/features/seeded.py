@@ -7,15 +7,15 @@ same bits again on one machine and torch version; elsewhere the stored sample de
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from .precision import Float32Buffers
 
-__all__ = ["NORMS", "Projection", "chi", "mix", "positive_int"]
+__all__ = ["NORMS", "Projection", "chi", "mix"]
 
 NORMS = ("chi", "sqrt")
 _MASK = (1 << 64) - 1
@@ -51,19 +51,6 @@ def chi(shape: tuple[int, ...], degrees: int, generator: torch.Generator) -> Ten
     gaussian = torch.randn(*shape, degrees, generator=generator, dtype=torch.float64, device="cpu")
     norms: Tensor = torch.linalg.vector_norm(gaussian, dim=-1)
     return norms
-
-
-def positive_int(name: str, value: object) -> int:
-    """`value` if it is an integer of at least 1, else an error that names the argument.
-
-    >>> positive_int("rows", 3)
-    3
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-    return value
 
 
 def _seed_integer(seed: int | torch.Generator | None) -> int:
@@ -108,13 +95,12 @@ class Projection(Float32Buffers):
         seed: int | torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.rows = positive_int("rows", rows)
-        self.dim = positive_int("dim", dim)
-        self.heads = None if heads is None else positive_int("heads", heads)
-        if norms not in NORMS:
-            nearest = difflib.get_close_matches(str(norms), NORMS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"norms must be one of {list(NORMS)}, got {norms!r}; did you mean {nearest!r}?")
-        self.norms = norms
+        checks.check_positive("rows", rows)
+        checks.check_positive("dim", dim)
+        if heads is not None:
+            checks.check_positive("heads", heads)
+        checks.check_option("norms", norms, NORMS)
+        self.rows, self.dim, self.heads, self.norms = rows, dim, heads, norms
         self._initial_seed = _seed_integer(seed)
         self._key = (self._initial_seed, 0)
         self._validate()

@@ -13,7 +13,7 @@ omega:
     trig        exp( |x|^2/2) [cos(omega.x), sin(omega.x)]               cosh(w) - 1
     oprf        (1-4A)^{d/4} exp(A |omega|^2 + sqrt(1-4A) omega.x - |x|^2/2)   R - 1
 
-All functions take floats or tensors, broadcast, and return float64 tensors. The file needs torch only.
+All functions take floats or tensors, broadcast, and return float64 tensors.
 Sources: Choromanski et al., "Rethinking Attention with Performers", 2021 (features, bound); Likhosherstov et al.,
 "Chefs' Random Tables", 2022 (OPRF) and "FAVOR#", 2023 (SDERF); Cho and Saul, "Kernel Methods for Deep Learning", 2009
 (arc-cosine kernels).
@@ -21,12 +21,12 @@ Sources: Choromanski et al., "Rethinking Attention with Performers", 2021 (featu
 
 from __future__ import annotations
 
-import difflib
 import math
 
 import torch
 from torch import Tensor
 
+from .. import checks
 from .coupling import (
     Real,
     float64,
@@ -71,20 +71,13 @@ FAMILIES = ("positive", "hyperbolic", "trig", "oprf", "oprf-antithetic")
 COUPLINGS = ("gaussian", "orthogonal", "hadamard", "simplex")
 
 
-def _one_of(name: str, value: str, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        nearest = difflib.get_close_matches(str(value), valid, n=1, cutoff=0.0)[0]
-        raise ValueError(f"{name} must be one of {list(valid)}, got {value!r}; did you mean {nearest!r}?")
-
-
 def block_coefficient(directions: int, dim: int) -> float:
     """c = sum_b n_b (n_b - 1) / m_w^2 for m_w directions in blocks of `dim`, the last one partial: (d-1)/m_w if full.
 
     >>> block_coefficient(32, 16) == 15 / 32
     True
     """
-    if directions < 1:
-        raise ValueError(f"directions must be at least 1, got {directions}.")
+    checks.check_positive("directions", directions)
     full, rest = divmod(directions, least_dim(dim))
     return (full * dim * (dim - 1) + rest * (rest - 1)) / directions**2
 
@@ -149,7 +142,7 @@ def relative_variance(family: str, distance: Real, *, dim: int | None = None, a:
     >>> [round(float(relative_variance(f, 1.0)), 4) for f in ("positive", "hyperbolic", "trig")]
     [1.7183, 0.5431, 0.5431]
     """
-    _one_of("family", family, FAMILIES)
+    checks.check_option("family", family, FAMILIES)
     distance = float64(distance)
     if family == "positive":
         return torch.expm1(distance)
@@ -180,7 +173,7 @@ def kernel_variance(
     >>> f"{float(kernel_variance('positive', 0.5, dim=16, directions=16, projection='simplex')):.4f}"
     '0.0055'
     """
-    _one_of("projection", projection, COUPLINGS)
+    checks.check_option("projection", projection, COUPLINGS)
     single = relative_variance(family, distance, dim=dim, a=a)
     width = next_power_of_two(dim) if projection == "hadamard" else dim
     c = block_coefficient(directions, width)
@@ -229,8 +222,7 @@ def hadamard_kurtosis(dim: int, blocks: int, fourth_moment: Real) -> Tensor:
     >>> [float(hadamard_kurtosis(8, k, 1.0)) for k in (1, 2, 3)]
     [1.25, 3.4375, 2.890625]
     """
-    if blocks < 1:
-        raise ValueError(f"blocks must be at least 1, got {blocks}.")
+    checks.check_positive("blocks", blocks)
     return 3 - 2 * (1 + 2 / dim) * (-2 / dim) ** (blocks - 1) * (float64(fourth_moment) - 3 / (least_dim(dim) + 2))
 
 
@@ -265,8 +257,7 @@ def taylor_error(degree: int, tau: Real, *, hermite: bool = False) -> Tensor:
     >>> round(float(taylor_error(2, 1.0)), 3)
     0.142
     """
-    if degree < 0:
-        raise ValueError(f"degree must not be negative, got {degree}.")
+    checks.check_positive("degree", degree, least=0)
     x = float64(tau) ** 2
     # The missing terms themselves: 1 minus the present ones would cancel for small tau.
     missing = poisson_mean(

@@ -1,8 +1,8 @@
 """The laboratory: measuring what the mechanisms cost and how far they are from softmax attention.
 
 ``bench`` compares mechanisms, ``errors`` studies how the error falls with the number of features, ``inputs`` makes or
-reads what they are studied on, ``catalogue`` lists them, ``measure`` times them properly, ``record`` keeps the numbers.
-Nothing in the library imports this room. It needs torch only; its pages and pictures will need the ``lab`` extra.
+reads what they are studied on, ``catalogue`` lists them, ``measure`` times them properly, ``record`` keeps the numbers,
+``report`` puts everything on a page. All but the report, which needs the ``lab`` extra, need torch only.
 """
 
 from subquad.lab.bench import Cell, Comparison, compare, read_comparison

@@ -18,9 +18,11 @@ from torch import Tensor
 
 import subquad
 from subquad import checks
+from subquad.lab.making import options_for
 from subquad.lab.measure import Timing, interleave, machine
 from subquad.lab.memory import available_memory, peak_memory
 from subquad.lab.peers import Peer, installed_peers
+from subquad.lab.plain_text import first_line
 
 __all__ = ["UNIFORM", "Cell", "Comparison", "compare", "read_comparison"]
 
@@ -121,19 +123,6 @@ def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, is_causal: bool
     return torch.stack(out, 1)
 
 
-def _options(name: str, seed: int, length: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``create`` is given besides the shape: what is random is seeded, what is built for a length gets it."""
-    known = subquad.describe(name)["options"]
-    own: dict[str, Any] = {"seed": seed} if "seed" in known else {}
-    if "length" in known:
-        own["length"] = length
-    return own | dict(options)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
 @dataclass(frozen=True)
 class _Study:
     """What is the same for every length of a comparison."""
@@ -159,14 +148,17 @@ class _Study:
         rows = 2 * 8 * self.batch * min(length, _REFERENCE_ROWS) * length
         return (3 + 2 * len(self.input_stds)) * tensor + working + rows
 
+    def chosen(self, name: str, length: int) -> dict[str, Any]:
+        """The options of a mechanism at this length."""
+        return options_for(name, seed=self.seed, length=length) | dict(self.options.get(name, {}))
+
     def prepare(self, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], Tensor]:
         """A call without arguments that computes this competitor's attention of these tensors."""
         if name == UNIFORM:
             return lambda: _uniform(q, k, v, is_causal)
         if name in self.peers:
             return self.peers[name].prepare(q, k, v, is_causal, _PEER_FEATURES)
-        chosen = _options(name, self.seed, q.shape[2], self.options.get(name, {}))
-        attend = subquad.create(name, self.head_dim, self.heads, **chosen).eval()
+        attend = subquad.create(name, self.head_dim, self.heads, **self.chosen(name, q.shape[2])).eval()
         return lambda: attend(q, k, v, is_causal=is_causal)
 
     def timed(self, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], object]:
@@ -210,9 +202,9 @@ class _Study:
                 call()  # the warm-up: whoever cannot do this says so here, not between the others' runs
                 calls[name] = call
             except (ValueError, TypeError, NotImplementedError) as error:
-                refused[name] = ("refused", _first_line(error))
+                refused[name] = ("refused", first_line(error))
             except Exception as error:  # one broken mechanism must not take the measurements of the others with it
-                refused[name] = ("failed", f"{type(error).__name__}: {_first_line(error)}")
+                refused[name] = ("failed", f"{type(error).__name__}: {first_line(error)}")
         timings = interleave(calls, runs=self.runs, warmup=0, seconds=self.seconds)
         del calls, references
         for name in self.names:
@@ -227,7 +219,7 @@ class _Study:
         if name == UNIFORM or name in self.peers:
             return {}
         return peak_memory(
-            name, length, options=_options(name, self.seed, length, self.options.get(name, {})), batch=self.batch,
+            name, length, options=self.chosen(name, length), batch=self.batch,
             heads=self.heads, head_dim=self.head_dim, is_causal=is_causal, backward=self.backward,
             threads=torch.get_num_threads(),
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from subquad.lab.bench import Cell, Comparison
+from subquad.lab.plain_text import aligned
 
 __all__ = ["table"]
 
@@ -75,9 +76,5 @@ def _block(
         row += [f"{last.errors[std]:.2g}" if last and std in last.errors else "-" for std in stds]
         row += [_memory(last)] if with_memory else []
         lines.append(row)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-            for line in lines]  # fmt: skip
-    text.insert(1, "-" * len(text[0]))
     what = "errors and peak memory on top of q, k, v" if with_memory else "errors"
-    return "\n".join(text) + f"\n({what} at L={lengths[-1]})"
+    return "\n".join(aligned(lines)) + f"\n({what} at L={lengths[-1]})"

@@ -12,6 +12,8 @@ _FACTS = ("causal", "recurrent", "exact")
 def mechanism_list(width: int = 100) -> str:
     """Every mechanism as a paragraph: name, facts and complexity, then equation, paper and options with defaults.
 
+    width: no line is longer, unless a single word is
+
     >>> print(mechanism_list().split("\\n\\n")[0].splitlines()[0].split()[0])
     clustered
     """
@@ -20,7 +22,9 @@ def mechanism_list(width: int = 100) -> str:
         facts = subquad.describe(name)
         can = ", ".join(fact if facts[fact] else f"not {fact}" for fact in _FACTS)
         options = ", ".join(f"{option}={default!r}" for option, default in facts["options"].items()) or "none"
-        lines = [f"{name:20s} {facts['complexity']}; {can}"]
+        lines = textwrap.wrap(
+            f"{facts['complexity']}; {can}", width, initial_indent=f"{name:20s} ", subsequent_indent=" " * 21
+        )
         for label, text in (("equation", facts["equation"]), ("paper", facts["paper"]), ("options", options)):
             lead = f"  {label:9s} "
             lines += textwrap.wrap(text, width, initial_indent=lead, subsequent_indent=" " * len(lead))

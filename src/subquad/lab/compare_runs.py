@@ -12,10 +12,13 @@ from typing import Any
 
 from subquad.lab.bench import Comparison
 from subquad.lab.measure import Timing
+from subquad.lab.plain_text import aligned
 
 __all__ = ["Ratio", "Ratios", "compare_saved", "saved_path"]
 
 FOLDER = Path("subquad-bench")
+# What two comparisons must have in common for their times to be compared.
+_SHAPE = ("batch", "heads", "head_dim", "dtype", "backward")
 
 
 def saved_path(name: str) -> Path:
@@ -85,10 +88,7 @@ class Ratios:
             times = [f"{side.best * 1e3:.2f}" for side in (row.first, row.second)]
             kind = " causal" if row.causal else ""
             lines.append([row.mechanism + kind, str(row.length), *times, ratio, f"{row.noise:.0%}"])
-        widths = [max(len(line[i]) for line in lines) for i in range(6)]
-        text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
-                for line in lines]  # fmt: skip
-        text.insert(1, "-" * len(text[0]))
+        text = aligned(lines)
         text += ["", "below 1: the second is faster; * beyond the spread between runs (noise)"]
         text += [*self.notes, *(f"only in one: {line}" for line in self.missing)]
         if not self.complete:
@@ -98,7 +98,7 @@ class Ratios:
 
 def compare_saved(first: Comparison, second: Comparison, names: Sequence[str] = ("first", "second")) -> Ratios:
     """Ratios of the times that both comparisons measured; refuses shapes that differ, notes machines that differ."""
-    for key in ("batch", "heads", "head_dim", "dtype", "backward"):
+    for key in _SHAPE:
         one, other = (side.settings.get(key, False if key == "backward" else None) for side in (first, second))
         if one != other:
             raise ValueError(f"{names[0]} was measured with {key}={one!r}, {names[1]} with {other!r}: not comparable")
@@ -122,6 +122,5 @@ def compare_saved(first: Comparison, second: Comparison, names: Sequence[str] = 
     drift = [row.ratio for row in rows if row.mechanism == "softmax"]
     if drift:
         notes.append(f"drift of the machine, from softmax attention in both: {min(drift):.2f} to {max(drift):.2f}")
-    options = ("batch", "heads", "head_dim", "dtype", "backward")
-    settings = {key: first.settings.get(key) for key in options}
+    settings = {key: first.settings.get(key) for key in _SHAPE}
     return Ratios((names[0], names[1]), tuple(rows), tuple(missing), tuple(notes), settings)

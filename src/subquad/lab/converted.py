@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad.hf.capturing import run
-from subquad.lab.measure import interleave
+from subquad.lab.measure import crossover, interleave
 from subquad.lab.memory import high_water, reset_high_water
+from subquad.lab.plain_text import first_line
 
 __all__ = ["lengthened", "memory_of", "pays_from", "time_models"]
 
@@ -87,7 +88,7 @@ def time_models(
             try:
                 times = interleave(calls, runs=runs, seconds=seconds)
             except RuntimeError as error:
-                rows.append({"length": length, "error": str(error).splitlines()[0]})
+                rows.append({"length": length, "error": first_line(error)})
                 break
             rows.append({"length": length, **{f"{name}_ms": time.best * 1e3 for name, time in times.items()}})
             if on_length is not None:
@@ -103,15 +104,8 @@ def pays_from(rows: Sequence[dict[str, Any]]) -> float | None:
     724.07...
     """
     measured = [row for row in rows if "exact_ms" in row]
-    gains = [(math.log(row["length"]), math.log(row["exact_ms"] / row["converted_ms"])) for row in measured]
-    if not gains or gains[-1][1] <= 0:
-        return None
-    found = measured[-1]["length"]
-    for (x0, y0), (x1, y1) in zip(gains[-2::-1], gains[::-1], strict=False):
-        if y0 <= 0:
-            return math.exp(x0 + (x1 - x0) * -y0 / (y1 - y0))
-        found = math.exp(x0)
-    return float(found)
+    times = ({row["length"]: row[f"{name}_ms"] for row in measured} for name in ("converted", "exact"))
+    return crossover(*times)
 
 
 def memory_of(folder: Path, lengths: Sequence[int], *, timeout: float = 600.0) -> list[dict[str, Any]]:

@@ -26,6 +26,8 @@ from ..planning.candidates import PLANNABLE
 from ..planning.measuring import Piece
 from ..planning.prediction import Curve, baseline_errors, calibrated, check_inputs, refusal
 from ..planning.sampling import CANDIDATES, blocks
+from .making import options_for
+from .plain_text import aligned, first_line
 
 __all__ = ["FAMILIES", "PROJECTIONS", "SIZES", "ErrorLine", "ErrorPoint", "ErrorStudy", "error_study", "error_table"]
 
@@ -57,7 +59,7 @@ class ErrorPoint:
     predicted: float | None = None
     reliable: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return dict(vars(self))
 
@@ -73,9 +75,9 @@ class ErrorLine:
     points: tuple[ErrorPoint, ...]
     note: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return {**vars(self), "options": dict(self.options), "points": [point.to_json() for point in self.points]}
+        return {**vars(self), "options": dict(self.options), "points": [point.as_dict() for point in self.points]}
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,9 @@ class ErrorStudy:
     settings: Mapping[str, Any]
     complete: bool
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Every number, ready for :func:`subquad.lab.write_json`."""
-        return {**vars(self), "lines": [line.to_json() for line in self.lines], "baselines": dict(self.baselines),
+        return {**vars(self), "lines": [line.as_dict() for line in self.lines], "baselines": dict(self.baselines),
                 "settings": dict(self.settings)}  # fmt: skip
 
 
@@ -128,10 +130,7 @@ def _curves(
 
 
 def _make(name: str, options: Mapping[str, Any], q: Tensor, k: Tensor, seed: int) -> Mechanism:
-    known = MECHANISMS[name].options()
-    own: dict[str, Any] = {"seed": seed} if "seed" in known else {}
-    if "length" in known:
-        own["length"] = k.shape[2]
+    own = options_for(name, seed=seed, length=k.shape[2])
     return create(name, q.shape[-1], q.shape[1], k.shape[1], **(own | dict(options)))
 
 
@@ -241,7 +240,7 @@ def _line(
         except (ValueError, NotImplementedError) as error:
             if not points and value == sizes[-1]:
                 raise  # nothing of it can be measured: that is the user's to know, not a footnote
-            notes[f"{size} {value}: {str(error).splitlines()[0]}"] = None
+            notes[f"{size} {value}: {first_line(error)}"] = None
             continue
         predicted, reliable = None, False
         if predict and refusal(attend) is None:
@@ -276,11 +275,8 @@ def error_table(study: ErrorStudy) -> str:
         rows.append([line.label if line.size in (None, "num_features") else f"{line.label} ({line.size}=M)", *cells])
     for name, value in study.baselines.items():
         rows.append([name, f"{value:.2g}", *[""] * (len(sizes) - 1)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-    text = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows]  # fmt: skip
-    rule = "-" * len(text[0])
-    text = [text[0], rule, *text[1 : len(study.lines) + 1], rule, *text[len(study.lines) + 1 :]]
+    text = aligned(rows)
+    text.insert(2 + len(study.lines), text[1])
     asked = study.settings
     shape = f"B{asked['batch']} H{asked['heads']} D{asked['head_dim']}, {asked['tokens']} tokens"
     form = "causal" if asked["is_causal"] else "full"

@@ -5,6 +5,7 @@ neighbour that wakes up or memory that warms then meets all of them. The *best* 
 (noise only ever adds); the *spread*, median over best minus one, says how far to trust it.
 """
 
+import math
 import os
 import platform
 import statistics
@@ -15,7 +16,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Timing", "interleave", "machine"]
+from subquad import checks
+
+__all__ = ["CLOCKS", "Timing", "crossover", "interleave", "machine"]
+
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ def interleave(
     seconds: float = float("inf"),
     device: str | torch.device = "cpu",
     once: frozenset[str] = frozenset(),
+    clock: str = "wall",
 ) -> dict[str, Timing]:
     """Time ``calls`` in turn, ``runs`` rounds of all of them after ``warmup`` unmeasured ones.
 
@@ -85,6 +92,8 @@ def interleave(
         seconds: stop after the round in which the measured time exceeds this; at least two rounds are run.
         device: where the calls compute; accelerators are waited for on both sides of the clock.
         once: names so slow that they run a single time, without warm-up.
+        clock: one of CLOCKS: ``wall``, or ``cpu`` for the time of the process on all its threads, which is what can be
+            compared (on one thread) where other processes share the machine.
 
     Returns:
         a :class:`Timing` per name, in the order of ``calls``.
@@ -99,7 +108,8 @@ def interleave(
         raise ValueError(f"warmup={warmup}: 0 or more unmeasured rounds are expected")
     if unknown := once - calls.keys():
         raise ValueError(f"once={sorted(unknown)}: expected names among calls, {sorted(calls)}")
-    where = torch.device(device)
+    checks.check_option("clock", clock, CLOCKS)
+    where, now = torch.device(device), CLOCKS[clock]
     repeated = [name for name in calls if name not in once]
     for _ in range(warmup):
         for name in repeated:
@@ -109,14 +119,33 @@ def interleave(
     for turn in range(runs):
         for name in calls if turn == 0 else repeated:
             _wait_for(where)
-            start = time.perf_counter()
+            start = now()
             calls[name]()
             _wait_for(where)
-            measured[name].append(time.perf_counter() - start)
+            measured[name].append(now() - start)
             spent += measured[name][-1]
         if spent > seconds and turn >= 1:
             break
     return {name: Timing(tuple(values)) for name, values in measured.items()}
+
+
+def crossover(mine: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
+    """The length from which `mine` stays below `softmax`, between measured lengths on a log scale; None = nowhere.
+
+    >>> round(crossover({256: 2.0, 1024: 8.0}, {256: 1.0, 1024: 16.0}))
+    512
+    >>> crossover({256: 2.0}, {256: 1.0}) is None, crossover({256: 0.5}, {256: 1.0})
+    (True, 256.0)
+    """
+    both = sorted(set(mine) & set(softmax))
+    ratios = [math.log(mine[n] / softmax[n]) for n in both]
+    if not both or ratios[-1] > 0:
+        return None
+    slower = [i for i, ratio in enumerate(ratios) if ratio > 0]
+    if not slower:
+        return float(both[0])
+    i = slower[-1]
+    return both[i] * math.pow(both[i + 1] / both[i], ratios[i] / (ratios[i] - ratios[i + 1]))
 
 
 def _processor() -> str:

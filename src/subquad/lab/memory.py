@@ -17,12 +17,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from subquad.lab.plain_text import first_line
+
 __all__ = ["available_memory", "high_water", "peak_memories", "peak_memory", "reset_high_water", "resident_memory"]
 
 _DEFAULTS: dict[str, Any] = {
     "options": {}, "batch": 1, "heads": 8, "head_dim": 64, "is_causal": False, "backward": False, "backend": None,
     "threads": None,
 }  # fmt: skip
+
+
+# What a container may use and uses, in both versions of control groups.
+_CONTAINER = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
 
 
 def _number(path: str) -> int | None:
@@ -49,9 +58,10 @@ def available_memory() -> int | None:
             import psutil
 
             free = int(psutil.virtual_memory().available)
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        free = limit - used if free is None else min(free, limit - used)
+    for pair in _CONTAINER:
+        limit, used = (_number(f"/sys/fs/cgroup/{name}") for name in pair)
+        if limit is not None and used is not None:
+            free = limit - used if free is None else min(free, limit - used)
     return free
 
 
@@ -135,7 +145,7 @@ def _forked(job: dict[str, Any]) -> dict[str, Any]:
             try:
                 found = _child(job)
             except Exception as error:
-                found = {"error": (str(error) or type(error).__name__).splitlines()[0]}
+                found = {"error": first_line(error)}
             os.write(write, json.dumps(found).encode())
             status = 0
         finally:
@@ -148,21 +158,23 @@ def _forked(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def resident_memory() -> int:
+def _status(field: str) -> int:
+    """Bytes of one line of /proc/self/status; OSError where the system keeps none."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("no VmRSS in /proc/self/status")
+    raise OSError(f"no {field} in /proc/self/status")
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory now (Linux)."""
+    return _status("VmRSS")
 
 
 def high_water() -> int:
     """Peak resident bytes since the last reset (Linux), or since the start of the process (elsewhere)."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        return _status("VmHWM")
     import resource  # not on Windows, where a reading is refused by this import
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -194,7 +206,7 @@ def _child(job: dict[str, Any]) -> dict[str, Any]:
         return [(0.5 * torch.randn(shape)).requires_grad_(job["backward"]) for _ in range(3)]
 
     attend = subquad.create(job["mechanism"], job["head_dim"], job["heads"], **job["options"])
-    with contextlib.suppress(ValueError):  # nothing to calibrate
+    if attend.uses_calibration:
         attend.calibrate(*(x.detach() for x in inputs(256)[:2]))
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def read_documents(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
 
 
 def to_batches(documents: Sequence[Sequence[int]], size: int, padding: int) -> list[Batch]:
-    """Batches of `size` texts of similar length, padded on the right; a last, smaller one is dropped if not alone."""
+    """Batches of `size` texts of similar length, padded on the right; the last one may be smaller."""
     order = sorted(documents, key=len)
     batches = []
     for start in range(0, len(order), size):

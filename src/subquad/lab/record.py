@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_json"]
+__all__ = ["write_json", "write_text"]
 
 
 def _plain(value: Any) -> Any:
@@ -25,8 +25,7 @@ def _plain(value: Any) -> Any:
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     """Write ``data`` to ``path`` as JSON, atomically.
 
-    The text goes to a temporary file in the same folder, reaches the disk, and then takes the name in one step, so a
-    crash or Ctrl-C leaves the previous file whole. Missing folders are made. NaN and infinities are written as null.
+    See `write_text`. NaN and infinities are written as null.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -37,8 +36,16 @@ def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
       "error": null
     }
     """
+    write_text(path, json.dumps(_plain(data), indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file in one step: a reader, or whoever comes after a crash or Ctrl-C, sees the old one or the new one.
+
+    The text goes to a temporary file in the same folder, reaches the disk, and then takes the name. Missing folders
+    are made.
+    """
     target = Path(path)
-    text = json.dumps(_plain(data), indent=2, allow_nan=False) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:

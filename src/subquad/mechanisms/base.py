@@ -13,11 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .. import checks
+from ..features.calibration import calibrations
 
-__all__ = ["Mechanism", "without_padding"]
+__all__ = ["Mechanism", "real_keys", "without_padding"]
+
+
+def real_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """(B, S) bool, True = real: the mask of keys k (B, H, S, D), written out where none was given."""
+    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
 
 
 def without_padding(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -254,13 +261,26 @@ class Mechanism(nn.Module):
         """out (B, Hq, L, E): every absorbed key is visible to every query."""
         raise NotImplementedError(f"{self.name} has no state to read; see list_mechanisms(recurrent=True)")
 
+    @property
+    def uses_calibration(self) -> bool:
+        """Whether `calibrate` has statistics to add to; the others refuse it.
+
+        >>> import subquad as sq
+        >>> [sq.create("performer", 8, heads=2, center=center).uses_calibration for center in (True, False)]
+        [True, False]
+        """
+        return bool(calibrations(self))
+
     def redraw(self) -> None:
         """Resample what is random, deterministically from the seed and a counter. Mechanisms without any do nothing."""
 
     def calibrate(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
     ) -> None:
-        """Add sample queries (B, Hq, L, D) and keys (B, H, S, D) to the statistics; call it once per batch."""
+        """Add sample queries (B, Hq, L, D) and keys (B, H, S, D) to the statistics; call it once per batch.
+
+        Refused where there are none to add to: `uses_calibration` says so beforehand.
+        """
         raise ValueError(f"{self.name} as configured uses no calibration; nothing was changed")
 
     # -- what a mechanism implements --------------------------------------------------------------------------------

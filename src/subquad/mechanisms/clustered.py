@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from ..features.precision import compute_dtype, full_precision
 from .base import Mechanism
 from .buckets import slots, take_rows
 from .kmeans import CLUSTERINGS, ClusterDraw, cluster, cluster_means
+from .windows import check_call
 
 __all__ = ["Clustered", "ImprovedClustered"]
 
@@ -84,12 +86,12 @@ class _ByCluster(Mechanism):
         backend: str | None,
         chunk_size: int | None,
     ) -> Tensor:
-        checks.check_option("backend", "fast" if backend is None else backend, ("fast", "reference"))
+        check_call(backend, chunk_size)
         batch, heads, length, _ = q.shape
         if length == 0 or k.shape[2] == 0:
             return v.new_zeros((batch, heads, length, v.shape[-1]))
-        with torch.autocast(q.device.type, enabled=False):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+        with full_precision(q):
+            dtype = compute_dtype(q)
             queries, keys, values = q.to(dtype), k.to(dtype), v.to(dtype)
             if key_mask is not None:
                 keys, values = (x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (keys, values))

@@ -128,6 +128,6 @@ class Hedgehog(Kernelised):
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
         if q.shape[2] == 0 or k.shape[2] == 0:
-            raise ValueError(f"fit needs sample tokens, got {q.shape[2]} queries and {k.shape[2]} keys")
+            raise ValueError(f"q and k: sample tokens are needed, got {q.shape[2]} queries and {k.shape[2]} keys")
         if is_causal and q.shape[2] != k.shape[2]:
             raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")

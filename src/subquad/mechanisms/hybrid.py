@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..kernels import native
+from ..features.precision import full_precision, widened
 from ..kernels.checkpointing import tracing
-from ..kernels.dispatch import full_precision
+from ..kernels.dispatch import check_backend
+from ..state import check_continues, check_fits
 from . import near_far, near_far_native, near_far_reference, two_sided
-from .base import Mechanism
+from .base import Mechanism, real_keys
 from .hybrid_state import HybridState
 from .kernelised import Kernelised
 from .softmax import fused_softmax
@@ -172,35 +173,23 @@ class Hybrid(Mechanism):
         return made
 
     def _checked(self, state: Any, k: Tensor, v: Tensor, scale: float) -> HybridState:
-        if not isinstance(state, HybridState):
-            raise TypeError(f"state must be a HybridState from hybrid's scan(), got {type(state).__name__}")
-        if state.origin != self._origin(scale):
-            raise ValueError(
-                f"the state was made by {state.origin!r}, this call is {self._origin(scale)!r}; "
-                "a state can only be continued by the mechanism, draw and scale that made it"
-            )
-        have, want = (*state.far.weighted.shape[:2], state.window_v.shape[-1]), (*k.shape[:2], v.shape[-1])
-        if have != want:
-            raise ValueError(f"the state has (batch, heads, value width) {have}, the tokens given need {want}")
+        check_continues(state, HybridState, self._origin(scale), "hybrid's scan()")
+        assert isinstance(state, HybridState)
+        batch, heads = state.far.weighted.shape[:2]
+        check_fits((batch, heads, state.window_v.shape[-1]), k.shape[0], k.shape[1], v.shape[-1])
         return state
 
     def _backend(self, backend: str | None, chunk_size: int | None, *tensors: Tensor) -> str:
         """Who computes: the named backend, or the fastest that takes the call."""
-        if chunk_size is not None:
-            checks.check_positive("chunk_size", chunk_size)
         feature_map = self.far.feature_map
         feature_map.check_ready()
         empty = tensors[0].shape[2] == 0
         if backend is None:
             quick = chunk_size is None and not empty and near_far_native.wins(feature_map, *tensors)
             return "native" if quick else "chunked"
-        checks.check_option("backend", backend, ("reference", "chunked", "native"))
-        if backend == "native":
-            reason = native.refusal(feature_map, *tensors)
-            if reason:
-                raise ValueError(f"backend='native' cannot take this call: {reason}. Use backend=None or 'chunked'")
-            return "chunked" if empty else "native"  # of nothing there is only one attention
-        return backend
+        checks.check_option("backend", backend, ("reference", "chunked", "native"))  # not all that the far field has
+        check_backend(backend, feature_map, *tensors)
+        return "chunked" if backend == "native" and empty else backend  # of nothing there is only one attention
 
     def _all_near(self, q: Tensor, v: Tensor, is_causal: bool) -> bool:
         """Whether no key is far from any query, so that this is softmax attention and torch's own is the fastest."""
@@ -218,7 +207,7 @@ class Hybrid(Mechanism):
             visible = key_mask[:, None, None, :].expand(-1, 1, q.shape[2], -1)
             visible = visible.tril() if is_causal else visible
         with full_precision(q):
-            q, k, values = (near_far.compute(x) for x in (q, k, v))
+            q, k, values = (widened(x) for x in (q, k, v))
             return fused_softmax(q, k, values, visible, is_causal and visible is None, scale).to(v.dtype)
 
     def _attend(
@@ -253,7 +242,7 @@ class Hybrid(Mechanism):
             return self._scan(q, k, v, None, scale=scale, key_mask=key_mask, backend=who, chunk_size=chunk_size)[0]
         with full_precision(q):
             state, feature_map = self._empty(k, v, scale), self.far.feature_map
-            mask = near_far.real_keys(k, key_mask)
+            mask = real_keys(k, key_mask)
             if who == "reference":
                 out = near_far_reference.full(feature_map, q, k, v, state, self.log_scale, mask)
             else:
@@ -284,7 +273,7 @@ class Hybrid(Mechanism):
                     self.far.feature_map, q, k, v, state, log_far=self.log_scale, key_mask=key_mask
                 )
             elif who == "reference":
-                mask = near_far.real_keys(k, key_mask)
+                mask = real_keys(k, key_mask)
                 out, after = near_far_reference.causal(self.far.feature_map, q, k, v, state, self.log_scale, mask)
             else:
                 out, after = near_far.causal(

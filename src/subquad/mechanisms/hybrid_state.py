@@ -15,17 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import describe_shape
 from ..features.base import FeatureMap
+from ..features.precision import widened
 from ..kernels.chunked import masked
 from ..state import LinearState, check_same, register_state
+from .windows import take
 
-__all__ = ["HybridState", "Sinks", "settle", "take"]
-
-
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, N, C) at the places index (B, M) -> (B, H, M, C)."""
-    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+__all__ = ["HybridState", "Sinks", "settle"]
 
 
 class Sinks(NamedTuple):
@@ -125,11 +121,7 @@ class HybridState:
         The tokens that `later` pushes out of this window, and those of its sinks that are no longer among the first,
         become part of the far field.
         """
-        check_same(self, later)
-        for name in ("window_k", "window_v", "sink_k"):
-            mine, theirs = getattr(self, name), getattr(later, name)
-            if mine.shape != theirs.shape:
-                raise ValueError(f"merge: {name} differs in shape: {describe_shape(mine)} and {describe_shape(theirs)}")
+        check_same(self, later, same_shape=("window_k", "window_v", "sink_k"))
         window = self.window_mask.shape[1]
         started = self.start < self.length
         start = torch.where(started, self.start, self.length + later.start)
@@ -186,7 +178,7 @@ class HybridState:
 
         def moved(x: Tensor) -> Tensor:
             y = x.to(*args, **kwargs)
-            return y.to(torch.promote_types(y.dtype, torch.float32)) if x.is_floating_point() else y.to(x.dtype)
+            return widened(y) if x.is_floating_point() else y.to(x.dtype)
 
         return replace(self._changed(moved), far=self.far.to(*args, **kwargs))
 

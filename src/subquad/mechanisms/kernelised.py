@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks
 from ..features.base import FeatureMap
 from ..kernels import dispatch
-from ..state import LinearState
+from ..state import LinearState, check_continues, check_fits
 from .base import Mechanism, without_padding
 
 __all__ = ["Kernelised"]
@@ -51,20 +51,9 @@ class Kernelised(Mechanism):
         )
 
     def _checked(self, state: Any, batch: int, heads: int | None, width: int | None, scale: float) -> LinearState:
-        if not isinstance(state, LinearState):
-            raise TypeError(
-                f"state must be a LinearState from {self.name}'s scan() or absorb(), got {type(state).__name__}"
-            )
-        origin = self._origin(scale)
-        if state.origin != origin:
-            raise ValueError(
-                f"the state was made by {state.origin!r}, this call is {origin!r}; "
-                "a state can only be continued by the mechanism, draw and scale that made it"
-            )
-        have = (state.weighted.shape[0], state.weighted.shape[1], state.weighted.shape[3])
-        want = (batch, have[1] if heads is None else heads, have[2] if width is None else width)
-        if have != want:
-            raise ValueError(f"the state has (batch, heads, value width) {have}, the tokens given need {want}")
+        check_continues(state, LinearState, self._origin(scale), f"{self.name}'s scan() or absorb()")
+        assert isinstance(state, LinearState)
+        check_fits((state.weighted.shape[0], state.weighted.shape[1], state.weighted.shape[3]), batch, heads, width)
         return state
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **call: Any) -> Tensor:

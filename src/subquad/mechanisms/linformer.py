@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from .base import Mechanism
+from ..features.precision import compute_dtype, full_precision
+from .base import Mechanism, real_keys
 from .softmax import Softmax
-from .windows import Order, check_call, compute_dtype
+from .windows import Order, check_call
 
-__all__ = ["Linformer", "SequenceProjection", "jl_error"]
+__all__ = ["Linformer", "SequenceProjection", "check_projection", "jl_error", "tie"]
 
 SHARING = ("none", "heads", "kv", "layers")
 INITS = ("segments", "jl")
@@ -109,7 +110,7 @@ class SequenceProjection(nn.Module):
     def dense(self, k: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """E and F as they act on the tokens where they stand, (B, H or 1, rank, S), 0 at masked ones."""
         e, f = self.matrices(k.shape[2], k.dtype)
-        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+        real = real_keys(k, key_mask)
         column = (real.cumsum(-1) - 1).clamp(min=0)
         e, f = (torch.stack([x[..., places] for places in column]) for x in (e, f))
         hidden = ~real[:, None, None, :]
@@ -212,7 +213,7 @@ class Linformer(Mechanism):
     ) -> Tensor:
         check_call(backend, chunk_size)
         dtype = compute_dtype(v)
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
             if backend == "reference":
                 return self._dense(wide_q, wide_k, wide_v, scale, key_mask).to(v.dtype)

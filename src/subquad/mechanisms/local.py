@@ -12,7 +12,6 @@ window as long as the sequence this is softmax attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
@@ -20,87 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
-from ..state import check_same, register_state
-from .base import Mechanism
+from ..features.precision import compute_dtype, full_precision
+from ..state import check_continues, check_fits
+from .base import Mechanism, real_keys
 from .softmax import dense_softmax
-from .windows import Order, Shared, check_call, compute_dtype, dense_partial, sliding
+from .window_state import WindowState
+from .windows import Order, Shared, check_call, dense_partial, sliding
 
-__all__ = ["Local", "WindowState"]
-
-
-def _gather(x: Tensor, index: Tensor) -> Tensor:
-    """x (B, H, N, C) at slots index (B, M) -> (B, H, M, C)."""
-    return x.gather(2, index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[-1]))
-
-
-@dataclass(frozen=True)
-class WindowState:
-    """What local attention remembers: the newest tokens, those that everyone sees, and how many there were.
-
-    k, v:             (B, H, window, D), (B, H, window, E)  the newest real tokens, the last one in the last slot
-    first_k, first_v: (B, H, global_tokens, D), (.., E)     the first real tokens
-    count:            (B,) int64  real tokens so far; slots that it does not reach are empty
-    """
-
-    k: Tensor
-    v: Tensor
-    first_k: Tensor
-    first_v: Tensor
-    count: Tensor
-    origin: str = ""
-
-    def extend(self, k: Tensor, v: Tensor, order: Order) -> WindowState:
-        """The state after tokens k (B, H, L, D), v (B, H, L, E), real ones first as `order` left them."""
-        window, globals_, length = self.k.shape[2], self.first_k.shape[2], k.shape[2]
-        first_k, first_v = self.first_k, self.first_v
-        if globals_:
-            # Slots of [first tokens so far | new tokens]; those beyond the last token are empty, whatever is put there.
-            place = torch.arange(globals_, device=k.device)
-            seen = self.count[:, None]
-            first = torch.where(place < seen, place, globals_ + place - seen)
-            first = first.clamp(max=globals_ + min(globals_, length) - 1)
-            first_k, first_v = (
-                _gather(torch.cat([old, x[:, :, :globals_]], 2), first) for old, x in ((first_k, k), (first_v, v))
-            )
-        if order.mask is None:
-            # New storage of the size of the window: a slice would keep all tokens of a long prefill alive.
-            kept, new = min(length, window), max(length - window, 0)
-            newest_k, newest_v = (
-                torch.cat([old[:, :, kept:], x[:, :, new:]], 2) for old, x in ((self.k, k), (self.v, v))
-            )
-        else:
-            newest = order.count + torch.arange(window, device=k.device)
-            newest_k, newest_v = (_gather(torch.cat([old, x], 2), newest) for old, x in ((self.k, k), (self.v, v)))
-        return WindowState(newest_k, newest_v, first_k, first_v, self.count + order.count[:, 0], self.origin)
-
-    def merge(self, later: WindowState) -> WindowState:
-        """This context followed by `later`'s: the last `window` tokens of both, and the first ones of both."""
-        check_same(self, later)
-        for name in ("k", "v"):
-            mine, theirs = getattr(self, name), getattr(later, name)
-            if mine.shape != theirs.shape:
-                raise ValueError(
-                    f"merge: {name} differs in shape: {checks.describe_shape(mine)} and {checks.describe_shape(theirs)}"
-                )
-        window, globals_ = self.k.shape[2], self.first_k.shape[2]
-        slot = torch.arange(window, device=self.k.device)
-        have = later.count[:, None]
-        # `later` fills its own slots from the right; what it leaves empty is shifted in from here.
-        newest = torch.where(slot >= window - have, window + slot, slot + have)
-        place = torch.arange(globals_, device=self.k.device)
-        seen = self.count[:, None]
-        first = torch.where(place < seen, place, globals_ + place - seen)
-        return WindowState(
-            _gather(torch.cat([self.k, later.k], 2), newest),
-            _gather(torch.cat([self.v, later.v], 2), newest),
-            _gather(torch.cat([self.first_k, later.first_k], 2), first),
-            _gather(torch.cat([self.first_v, later.first_v], 2), first),
-            self.count + later.count,
-            self.origin,
-        )
-
-
-register_state(WindowState)
+__all__ = ["Local"]
 
 
 @final
@@ -173,7 +99,7 @@ class Local(Mechanism):
                 f"local needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query "
                 "has no place among the keys, so there is no window around it. Use 'softmax', 'performer' or 'nystrom'"
             )
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             if backend == "reference":
                 return self._dense(q, k, v, key_mask, is_causal, scale)
             dtype = compute_dtype(v)
@@ -188,8 +114,7 @@ class Local(Mechanism):
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         """The definition: softmax under an L x L mask."""
-        length = k.shape[2]
-        real = torch.ones(k.shape[0], length, dtype=torch.bool, device=k.device) if mask is None else mask
+        real = real_keys(k, mask)
         rank = real.cumsum(-1) - 1
         row, column = rank[:, :, None], rank[:, None, :]
         visible = ((row - column).abs() <= self.window) | (column < self.global_tokens) | (row < self.global_tokens)
@@ -264,14 +189,9 @@ class Local(Mechanism):
         )
 
     def _checked(self, state: Any, scale: float, batch: int, heads: int | None, width: int | None) -> WindowState:
-        if not isinstance(state, WindowState):
-            raise TypeError(f"state must be a WindowState from local's scan() or absorb(), got {type(state).__name__}")
-        if state.origin != self._origin(scale):
-            raise ValueError(f"the state was made by {state.origin!r}, this call is {self._origin(scale)!r}")
-        have = (state.v.shape[0], state.v.shape[1], state.v.shape[3])
-        want = (batch, have[1] if heads is None else heads, have[2] if width is None else width)
-        if have != want:
-            raise ValueError(f"the state has (batch, heads, value width) {have}, the tokens given need {want}")
+        check_continues(state, WindowState, self._origin(scale), "local's scan() or absorb()")
+        assert isinstance(state, WindowState)
+        check_fits((state.v.shape[0], state.v.shape[1], state.v.shape[3]), batch, heads, width)
         return state
 
     def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> WindowState:
@@ -293,7 +213,7 @@ class Local(Mechanism):
     ) -> tuple[Tensor, WindowState]:
         check_call(backend, chunk_size)
         before = self._before(k, v, state, scale)
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             dtype = before.k.dtype
             order = Order(key_mask, k.shape[2], k.device)
             q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
@@ -356,7 +276,7 @@ class Local(Mechanism):
         first = torch.arange(self.global_tokens, device=q.device) < state.count[:, None]
         keys, values = torch.cat([state.first_k, state.k], 2), torch.cat([state.first_v, state.v], 2)
         visible = torch.cat([first, near], 1)[:, None]
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             if backend == "reference":
                 return dense_softmax(q.to(keys.dtype), keys, values, visible[:, None], number).to(q.dtype)
             if keys.shape[2] == 0:

@@ -28,10 +28,12 @@ from torch import Tensor
 
 from .. import checks
 from ..features.base import LOG2_E
+from ..features.precision import compute_dtype, full_precision
 from ..features.projections import GaussianProjection
 from ..kernels.checkpointing import scan_chunks, tracing
 from .base import Mechanism
 from .buckets import Choices, aligned, hash_buckets, ranked, ranked_shared, take_rows
+from .windows import check_call
 
 __all__ = ["LSH"]
 
@@ -146,9 +148,7 @@ class LSH(Mechanism):
         backend: str | None,
         chunk_size: int | None,
     ) -> Tensor:
-        checks.check_option("backend", "fast" if backend is None else backend, ("fast", "reference"))
-        if chunk_size is not None:
-            checks.check_positive("chunk_size", chunk_size)
+        check_call(backend, chunk_size)
         batch, heads, length, _ = q.shape
         if self.shared_qk and length != k.shape[2]:
             raise ValueError(
@@ -157,8 +157,8 @@ class LSH(Mechanism):
             )
         if length == 0 or k.shape[2] == 0:
             return v.new_zeros((batch, heads, length, v.shape[-1]))
-        with torch.autocast(q.device.type, enabled=False):
-            dtype = torch.promote_types(q.dtype, torch.float32)
+        with full_precision(q):
+            dtype = compute_dtype(q)
             groups = heads // k.shape[1]
             queries = q.to(dtype).flatten(0, 1)
             keys, values = (x.to(dtype).repeat_interleave(groups, 1).flatten(0, 1) for x in (k, v))

@@ -22,17 +22,15 @@ import torch
 from torch import Tensor
 
 from ..features.base import FeatureMap, Features
+from ..features.precision import widened
 from ..kernels.checkpointing import Carry, scan_chunks, tracing
 from ..kernels.chunked import UNDERFLOW, default_chunk, exact_causal, masked, shared_shift
-from ..state import LinearState, Partial, finite, safe_divide
+from ..state import LinearState, Partial, finite
+from .base import real_keys
 from .hybrid_state import HybridState, Sinks, settle
-from .windows import dense_partial, window_partial
+from .windows import dense_partial, packed, unpacked, window_partial
 
-__all__ = ["causal", "chunk_tokens", "combine", "compute", "full", "lay_out", "positions", "real_keys", "sound"]
-
-
-def compute(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+__all__ = ["causal", "chunk_tokens", "combine", "full", "lay_out", "positions", "sound"]
 
 
 def combine(parts: Sequence[Partial]) -> Partial:
@@ -128,8 +126,8 @@ def _pass(
 ) -> tuple[Tensor, Carry]:
     """One direction. mask, slot: (B, L) real keys and their sink numbers; `own`: a row sees its own key.
 
-    Returns out (B, Hq, L, E), or with finish=False numerator, normaliser and shift in (B, Hq, L, E + 2), the form in
-    which `other` brings the rows of the opposite direction; and what the state is made of after the last token.
+    Returns out (B, Hq, L, E), or with finish=False the partial rows `packed` in (B, Hq, L, E + 2), the form in which
+    `other` brings the rows of the opposite direction; and what the state is made of after the last token.
     """
     window, number, scale = state.window_mask.shape[1], state.sink_mask.shape[1], state.scale
     careful = tracing(q) or q.device.type != "cpu"
@@ -145,8 +143,8 @@ def _pass(
     ) -> tuple[Carry, Tensor]:
         before = LinearState.of(carry[:4], far.origin)
         tokens = q.shape[2]
-        q, k = compute(q), torch.cat([carry[4], compute(k)], 2)
-        v = torch.cat([carry[5], compute(v)], 2)
+        q, k = widened(q), torch.cat([carry[4], widened(k)], 2)
+        v = torch.cat([carry[5], widened(v)], 2)
         mask = torch.cat([carry[6], mask[:, 0, :, 0]], 1)
         slot = torch.cat([carry[7], slot[:, 0, :, 0]], 1)
         sinks = Sinks(*carry[8:])
@@ -173,7 +171,7 @@ def _pass(
                 visible = visible & (torch.arange(tokens, device=q.device)[:, None] > arrival[:, None])
             parts.append(dense_partial(q, sinks.k, sinks.v, visible, scale))
         if other is not None:
-            parts.append(Partial(other[..., :-2], other[..., -2], other[..., -1]))
+            parts.append(unpacked(other))
         queries = feature_map.queries(q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]), scale)
         hidden = None if not careful and bool(left_mask.all()) else left_mask[:, None, :, None]
         keys, values = masked(feature_map.keys(left_k, scale), left_v, hidden)
@@ -186,8 +184,8 @@ def _pass(
             *sinks,
         )
         if finish:
-            return carry, safe_divide(total.numerator, total.normaliser)
-        return carry, torch.cat([total.numerator, total.normaliser.unsqueeze(-1), total.shift.unsqueeze(-1)], -1)
+            return carry, total.finish()
+        return carry, packed(total)
 
     size = chunk_size or chunk_tokens(q, feature_map, window)
     constants = [*feature_map.parameters(), *([] if log_far is None else [log_far])]
@@ -207,10 +205,6 @@ def positions(state: HybridState, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Sink numbers (B, L) of the tokens that follow `state`, and `start` after them."""
     start = state.first_real(mask)
     return (state.length - start)[:, None] + torch.arange(mask.shape[1], device=mask.device), start
-
-
-def real_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
 
 
 def causal(

@@ -18,8 +18,10 @@ from ..kernels.native_hybrid_step import Memory, call_step
 from ..kernels.native_hybrid_transforms import functional_hybrid
 from ..kernels.native_operators import pack_maps
 from ..state import LinearState
-from .hybrid_state import HybridState, settle, take
-from .near_far import positions, real_keys
+from .base import real_keys
+from .hybrid_state import HybridState, settle
+from .near_far import positions
+from .windows import take
 
 __all__ = ["attend", "scan", "wins"]
 
@@ -62,13 +64,16 @@ def _run(
     inputs = (q, k, v, sinks, far, state, masks, gain)
     options = (scale, window, past, causal, tail)
     if torch._C._are_functorch_transforms_active():
-        return functional_hybrid(*inputs, arrays, *form[1:5], *options)
+        return _rounded(functional_hybrid(*inputs, arrays, *form[1:5], *options), v.dtype)
     tensors = (q, k, v, *sinks, *far, *state[:2], gain)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if wanted or any(tracing(x) for x in tensors):
-        result: Results = hybrid(*inputs, arrays, *form[1:5], *options, keep=wanted)
-        return result
+        return _rounded(hybrid(*inputs, arrays, *form[1:5], *options, keep=wanted), v.dtype)
     return call_hybrid(*inputs, arrays, *form[1:5], scale, window, past, causal, tail, keep=False, maps=form.row_maps)
+
+
+def _rounded(result: Results, dtype: torch.dtype) -> Results:
+    return result[0].to(dtype), *result[1:]
 
 
 def _first_sinks(k: Tensor, v: Tensor, key_mask: Tensor | None, sinks: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from ..features.base import FeatureMap
+from ..features.precision import widened
 from ..kernels import reference
 from ..state import finite, safe_divide
 from .hybrid_state import HybridState, settle
 
 __all__ = ["causal", "full"]
-
-
-def _compute(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _dense(
@@ -74,7 +71,7 @@ def full(
     window, sinks = state.window_mask.shape[1], state.sink_mask.shape[1]
     position = torch.arange(k.shape[2], device=k.device).expand(k.shape[0], -1)
     near, far, _ = _reference_masks(position, position, mask, state.first_real(mask), window, sinks)
-    return _dense(feature_map, _compute(q), _compute(k), _compute(v), near, far, state, log_far)
+    return _dense(feature_map, widened(q), widened(k), widened(v), near, far, state, log_far)
 
 
 def causal(
@@ -90,10 +87,10 @@ def causal(
     old = state.length[:, None] - torch.arange(window, 0, -1, device=k.device)
     position = torch.cat([state.start[:, None] + numbers, old, rows], 1)
     known = torch.cat([state.sink_mask, state.window_mask, mask], 1)
-    all_k = torch.cat([state.sink_k, state.window_k, _compute(k)], 2)
-    all_v = torch.cat([state.sink_v, state.window_v, _compute(v)], 2)
+    all_k = torch.cat([state.sink_k, state.window_k, widened(k)], 2)
+    all_v = torch.cat([state.sink_v, state.window_v, widened(v)], 2)
     near, far, distance = _reference_masks(position, rows, known, start, window, sinks)
-    out = _dense(feature_map, _compute(q), all_k, all_v, near & (distance >= 0), far & (distance >= 0), state, log_far)
+    out = _dense(feature_map, widened(q), all_k, all_v, near & (distance >= 0), far & (distance >= 0), state, log_far)
     left = slice(sinks, sinks + tokens)
     slot = position[:, left] - start[:, None]
     settled, _ = settle(state.sinks, all_k[:, :, left], all_v[:, :, left], known[:, left], slot)

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..features.precision import compute_dtype, full_precision
 from .base import Mechanism
 from .softmax import Softmax
-from .windows import check_call, compute_dtype
+from .windows import check_call
 
 __all__ = ["Nystrom", "iterative_pinv", "segment_means"]
 
@@ -142,7 +143,7 @@ class Nystrom(Mechanism):
         if q.shape[2] == 0 or k.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         dtype, groups = compute_dtype(v), q.shape[1] // k.shape[1]
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
             mean_q, have_q = segment_means(wide_q, self.landmarks, query_mask)
             mean_k, have_k = segment_means(wide_k, self.landmarks, key_mask)

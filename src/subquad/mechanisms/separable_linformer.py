@@ -25,11 +25,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..features.base import scaled
-from .base import Mechanism
+from ..features.precision import compute_dtype, full_precision
+from .base import Mechanism, real_keys
 from .efficient import Efficient
 from .linformer import SequenceProjection, check_projection, tie
-from .windows import check_call, compute_dtype
+from .windows import check_call
 
 __all__ = ["SeparableLinformer"]
 
@@ -76,8 +78,7 @@ class SeparableLinformer(Mechanism):
         init: str = "segments",
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
-        if not isinstance(projected, bool):
-            raise TypeError(f"projected must be True or False, got {projected!r}")
+        checks.check_flag("projected", projected)
         check_projection(length, rank, sharing, init)
         self.projected, self.length, self.rank, self.sharing, self.init = projected, length, rank, sharing, init
         self.projection: SequenceProjection | None = None
@@ -112,7 +113,7 @@ class SeparableLinformer(Mechanism):
     ) -> Tensor:
         check_call(backend, chunk_size)
         dtype = compute_dtype(v)
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
             if backend == "reference":
                 return self._dense(wide_q, wide_k, wide_v, scale, key_mask).to(v.dtype)
@@ -125,7 +126,7 @@ class SeparableLinformer(Mechanism):
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> Tensor:
         """The definition, as an L x S matrix of weights on tokens."""
         groups = q.shape[1] // k.shape[1]
-        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+        real = real_keys(k, key_mask)
         hidden = ~real[:, None, :, None]
         k, v = scaled(k, scale, queries=False).masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         if self.projection is not None:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
-from ..state import check_same, register_state
-from .base import Mechanism
+from ..features.precision import compute_dtype
+from ..state import check_continues, check_same, register_state
+from .base import Mechanism, real_keys
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 
@@ -58,7 +59,7 @@ def dense_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = compute_dtype(q)
     scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~visible, float("-inf"))
     empty = ~visible.any(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(~visible, 0.0)
@@ -143,10 +144,8 @@ class Softmax(Mechanism):
         return f"softmax scale {scale:.9g}"
 
     def _checked(self, state: Any, scale: float) -> KVState:
-        if not isinstance(state, KVState):
-            raise TypeError(f"state must be a KVState from softmax's scan() or absorb(), got {type(state).__name__}")
-        if state.origin != self._origin(scale):
-            raise ValueError(f"the state was made by {state.origin!r}, this call is {self._origin(scale)!r}")
+        check_continues(state, KVState, self._origin(scale), "softmax's scan() or absorb()")
+        assert isinstance(state, KVState)
         return state
 
     def _scan(
@@ -181,8 +180,7 @@ class Softmax(Mechanism):
         checks.check_keys(k, v, self.head_dim, self.kv_heads)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         number = self.resolve_scale(scale)
-        mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-        new = KVState(k, v, mask, self._origin(number))
+        new = KVState(k, v, real_keys(k, key_mask), self._origin(number))
         return new if state is None else self._checked(state, number).merge(new)
 
     def read(

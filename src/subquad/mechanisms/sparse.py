@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from ..features.precision import compute_dtype, full_precision
 from ..kernels.checkpointing import Carry, scan_chunks
 from ..state import Partial, join
-from .base import Mechanism
+from .base import Mechanism, real_keys
 from .softmax import dense_softmax
 from .windows import (
     CHUNK_BYTES,
     Order,
     check_call,
-    compute_dtype,
     dense_partial,
     packed,
     sliding,
@@ -133,7 +133,7 @@ class Sparse(Mechanism):
             )
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
-        with torch.autocast(q.device.type, enabled=False):
+        with full_precision(q):
             if backend == "reference":
                 return self._dense(q, k, v, key_mask, is_causal, scale)
             dtype = compute_dtype(v)
@@ -144,7 +144,7 @@ class Sparse(Mechanism):
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         """The definition: softmax under an L x L mask."""
-        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if mask is None else mask
+        real = real_keys(k, mask)
         rank = real.cumsum(-1) - 1
         row, column = rank[:, :, None], rank[:, None, :]
         if self.pattern == "strided":

@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..features.base import FeatureMap, Features, weigh
+from ..features.precision import widened
 from ..kernels.chunked import BLOCK, exact_causal, masked
-from ..state import LinearState, Partial, finite, row_weights, safe_divide
-from .hybrid_state import HybridState, take
-from .near_far import combine, compute, lay_out, sound
-from .windows import dense_partial, window_partial
+from ..state import LinearState, Partial, finite, row_weights
+from .hybrid_state import HybridState
+from .near_far import combine, lay_out, sound
+from .windows import dense_partial, take, window_partial
 
 __all__ = ["full"]
 
@@ -162,7 +163,7 @@ def full(
         # The position of number 0 is -slot[0]: the same for every token of a sequence.
         place = torch.arange(number, device=q.device) - slot[:, :1]
         index = place.clamp(max=length - 1)
-        sink_k, sink_v = take(compute(k), index), take(compute(v), index)
+        sink_k, sink_v = take(widened(k), index), take(widened(v), index)
         sink_mask, sink_place = (place < length) & mask.gather(1, index), place
 
     def gather(carry: tuple[Tensor, ...], k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -181,7 +182,7 @@ def full(
         far_mask: Tensor,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         before, behind = LinearState.of(carry, origin), LinearState.of(after, origin)
-        q = compute(q)
+        q = widened(q)
         parts = [window_partial(q, k, v, near_mask, scale)]
         if sink_k is not None and sink_v is not None and sink_place is not None and sink_mask is not None:
             distance = torch.arange(start, start + tokens, device=q.device)[:, None] - sink_place[:, None]
@@ -205,7 +206,7 @@ def full(
         if kept is None:
             kept = before.absorb(left, left_v, 0)
         total = combine([*parts, far])
-        return safe_divide(total.numerator, total.normaliser), (*kept.tensors[:3], count)
+        return total.finish(), (*kept.tensors[:3], count)
 
     wants_gradient = torch.is_grad_enabled() and any(
         x.requires_grad for x in (q, k, v, *feature_map.parameters(), *([] if log_far is None else [log_far]))
@@ -214,7 +215,7 @@ def full(
     if wants_gradient and chunks > 1 and not feature_map.hidden_parameters:
         run = _recomputed
     rows = F.pad(q, (0, 0, 0, spare)).split(tokens, 2)
-    key_parts, value_parts = around(compute(k)), around(compute(v))
+    key_parts, value_parts = around(widened(k)), around(widened(v))
     near_masks, far_masks = around(near_mask), around(far_mask)
     behind = [state.far.tensors]
     for i in range(chunks - 1, 0, -1):

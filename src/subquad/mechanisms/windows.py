@@ -25,15 +25,16 @@ from ..kernels.checkpointing import Carry, scan_chunks, tracing
 from ..state import Partial, finite, join
 
 __all__ = [
+    "CHUNK_BYTES",
     "Order",
     "Shared",
     "all_finite",
     "banded",
     "check_call",
-    "compute_dtype",
     "dense_partial",
     "packed",
     "sliding",
+    "take",
     "unpacked",
     "weighted_sum",
     "window_attention",
@@ -47,17 +48,11 @@ LEAST_BLOCK, MOST_BLOCK = 64, 128
 CHUNK_BYTES = 8 << 20
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """float32, or x's own dtype if that is wider: scores and sums are never formed in half precision."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def check_call(backend: str | None, chunk_size: int | None) -> None:
     """Refuse what a mechanism with one fast form and one definition does not know."""
     if backend is not None:
         checks.check_option("backend", backend, ("reference",))
-    if chunk_size is not None:
-        checks.check_positive("chunk_size", chunk_size)
+    checks.check_chunk_size(chunk_size)
 
 
 def banded(rows: int, columns: int, span: int, device: torch.device) -> Tensor:
@@ -257,6 +252,11 @@ def unpacked(x: Tensor) -> Partial:
     return Partial(x[..., :-2], x[..., -2], x[..., -1].detach())
 
 
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, H, N, C) at the places index (B, M), or (1, M) for all sequences alike -> (B, H, M, C)."""
+    return x.gather(2, index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[-1]))
+
+
 class Order:
     """The real tokens of each sequence, moved to its front in their order; `mask` (B, L) bool, True = real, or None.
 
@@ -283,18 +283,14 @@ class Order:
         if tracing(mask) or device.type != "cpu" or not torch.equal(mask, self.real):
             self._order = torch.argsort((~mask).to(torch.uint8), dim=-1, stable=True)
 
-    @staticmethod
-    def _take(x: Tensor, index: Tensor) -> Tensor:
-        return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
     def front(self, x: Tensor) -> Tensor:
         """x (B, H, L, C) with the real tokens first."""
-        return x if self._order is None else self._take(x, self._order)
+        return x if self._order is None else take(x, self._order)
 
     def back(self, x: Tensor) -> Tensor:
         """x as `front` left it, in the order it came from; 0 at tokens that are not real."""
         if self.mask is None:
             return x
         if self._order is not None:
-            x = self._take(x, torch.argsort(self._order, dim=-1))
+            x = take(x, torch.argsort(self._order, dim=-1))
         return x.masked_fill(~self.mask[:, None, :, None], 0.0)

@@ -8,6 +8,8 @@ Ainslie et al., "GQA", 2023.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from .choice import make_mechanism
 from .config import LayerMechanism
 from .positions import Rotation, rotation_at, token_positions
 
-__all__ = ["AttentionState", "MultiheadAttention", "check_sequence"]
+__all__ = ["AttentionState", "MultiheadAttention", "calibrating", "check_sequence", "reset_linear"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def check_sequence(argument: str, x: object, dim: int) -> None:
     """Refuse anything but floats (batch, length, dim)."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{argument} must be a tensor of shape (batch, length, {dim}), got {type(x).__name__}")
+    if x.dim() == 2 and not x.is_floating_point():
+        raise TypeError(
+            f"{argument} must be floats of shape (batch, length, {dim}), got token ids ({checks.describe_shape(x)} of "
+            f"{x.dtype}); build the model with vocab=, or embed them first"
+        )
     if x.dim() != 3 or x.shape[-1] != dim:
         raise ValueError(
             f"{argument} must have shape (batch, length, {dim}), got {checks.describe_shape(x)}; add the batch with "
@@ -56,6 +63,15 @@ def check_sequence(argument: str, x: object, dim: int) -> None:
         )
     if not x.is_floating_point():
         raise TypeError(f"{argument} must be floating-point, got {x.dtype}; embed token ids first (vocab= does it)")
+
+
+def reset_linear(*linears: nn.Linear | None) -> None:
+    """Xavier-uniform weights and zero biases, the start of every linear map here."""
+    for linear in linears:
+        if linear is not None:
+            nn.init.xavier_uniform_(linear.weight)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
 
 
 class MultiheadAttention(nn.Module):
@@ -118,17 +134,13 @@ class MultiheadAttention(nn.Module):
         self.v = nn.Linear(self.context_dim, self.kv_heads * width, bias=bias)
         self.out = nn.Linear(heads * width, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
-        # Set by a model's calibrate(): hand q and k to the mechanism's statistics before attending.
+        # Set by `calibrating`: hand q and k to the mechanism's statistics before attending.
         self.calibrating = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Xavier-uniform weights, zero biases; the mechanism is left alone."""
-        for linear in (self.q, self.k, self.v, self.out):
-            if linear is not None:
-                nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:
-                    nn.init.zeros_(linear.bias)
+        reset_linear(self.q, self.k, self.v, self.out)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}, rotary={self.rotary}"
@@ -157,14 +169,6 @@ class MultiheadAttention(nn.Module):
     def _joined(self, out: Tensor) -> Tensor:
         joined: Tensor = self.dropout(self.out(out.transpose(1, 2).flatten(2)))
         return joined
-
-    def _calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None) -> None:
-        try:
-            self.mechanism.calibrate(q, k, key_mask=key_mask, query_mask=query_mask)
-        except ValueError as error:
-            # A model may mix mechanisms that need calibration with others; which do is known to them alone.
-            if "uses no calibration" not in str(error):
-                raise
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
         return rotation_at(positions, self.head_dim, self.rotary_base, dtype) if self.rotary else None
@@ -197,8 +201,8 @@ class MultiheadAttention(nn.Module):
             rotation = None
         q = self._queries(x, rotation)
         k, v = self._keys_values(x if context is None else context, q, rotation)
-        if self.calibrating:
-            self._calibrate(q, k, key_mask, query_mask)
+        if self.calibrating and self.mechanism.uses_calibration:
+            self.mechanism.calibrate(q, k, key_mask=key_mask, query_mask=query_mask)
         return self._joined(self.mechanism(q, k, v, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask))
 
     # -- token by token ---------------------------------------------------------------------------------------------
@@ -245,3 +249,23 @@ class MultiheadAttention(nn.Module):
         """Queries x (B, L, dim) over everything absorbed -> (B, L, dim)."""
         check_sequence("x", x, self.dim)
         return self._joined(self.mechanism.read(self._queries(x, None), state))
+
+
+@contextmanager
+def calibrating(model: nn.Module) -> Iterator[None]:
+    """Inside, every attention layer of `model` hands the queries and keys it sees to its mechanism's statistics.
+
+    Without gradients and in evaluation mode; mechanisms that use no statistics are left alone.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MultiheadAttention)]
+    training = model.training
+    model.eval()
+    try:
+        for layer in layers:
+            layer.calibrating = True
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.calibrating = False
+        model.train(training)

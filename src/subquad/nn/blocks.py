@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..mechanisms import Mechanism
-from .attention import MultiheadAttention
+from .attention import MultiheadAttention, reset_linear
 from .config import ModelConfig
 from .positions import Rotation
 
@@ -66,11 +66,7 @@ class FeedForward(nn.Module):
             self.gate = nn.Linear(config.dim, config.hidden_width, bias=config.bias)
         self.up = nn.Linear(config.dim, config.hidden_width, bias=config.bias)
         self.down = nn.Linear(config.hidden_width, config.dim, bias=config.bias)
-        for linear in (self.gate, self.up, self.down):
-            if linear is not None:
-                nn.init.xavier_uniform_(linear.weight)
-                if linear.bias is not None:
-                    nn.init.zeros_(linear.bias)
+        reset_linear(self.gate, self.up, self.down)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)

@@ -13,7 +13,7 @@ from typing import Any
 from .. import checks
 from ..mechanisms import MECHANISMS, Mechanism
 
-__all__ = ["CONFIG_VERSION", "LayerMechanism", "MechanismChoice", "ModelConfig", "mechanism_data"]
+__all__ = ["CONFIG_VERSION", "LayerMechanism", "MechanismChoice", "ModelConfig", "check_version", "mechanism_data"]
 
 # Raised when a field changes its meaning or is removed; new fields with a default do not need it for reading old files.
 CONFIG_VERSION = 1
@@ -30,9 +30,8 @@ POSITIONS = ("none", "sinusoidal", "learned", "rotary")
 
 def _check_layer_mechanism(argument: str, choice: object) -> None:
     if isinstance(choice, (str, Mechanism)):
-        if isinstance(choice, str) and choice not in MECHANISMS:
-            hint = checks.nearest(choice, MECHANISMS)
-            raise ValueError(f"{argument}={choice!r} is not known; expected one of {sorted(MECHANISMS)}{hint}")
+        if isinstance(choice, str):
+            checks.check_option(argument, choice, sorted(MECHANISMS))
         return
     if isinstance(choice, Mapping):
         if not isinstance(choice.get("mechanism"), str):
@@ -84,6 +83,17 @@ def mechanism_data(argument: str, choice: Any) -> Any:
             "build the model in code and load its state_dict"
         )
     return choice
+
+
+def check_version(field: str, version: object) -> None:
+    """Refuse a config whose `field` says that a newer subquad wrote it, or nothing that can be understood."""
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise ValueError(f"the field {field!r} of a model config must be an integer, got {version!r}")
+    if version > CONFIG_VERSION:
+        raise ValueError(
+            f"the config has {field}={version}, this subquad reads up to {field}={CONFIG_VERSION}; it was written "
+            "by a newer one: upgrade subquad to load it"
+        )
 
 
 @dataclass(frozen=True)
@@ -272,19 +282,12 @@ class ModelConfig:
         """The config that `to_dict` wrote; refuses newer versions and unknown or missing fields by name."""
         if not isinstance(data, Mapping):
             raise TypeError(f"a model config must be a JSON object, got {type(data).__name__}")
-        version = data.get("version")
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"the field 'version' of a model config must be an integer, got {version!r}")
-        if version > CONFIG_VERSION:
-            raise ValueError(
-                f"the config has version={version}, this subquad reads up to version={CONFIG_VERSION}; it was written "
-                "by a newer one: upgrade subquad to load it"
-            )
+        check_version("version", data.get("version"))
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(data) - known - {"version"})
         if unknown:
             hint = checks.nearest(unknown[0], known)
-            raise ValueError(f"the config has unknown fields {unknown}{hint} Known fields: {sorted(known)}")
+            raise ValueError(f"the config has unknown fields {unknown}{hint}; known fields: {sorted(known)}")
         missing = [name for name in ("layers", "heads", "dim") if name not in data]
         if missing:
             raise ValueError(f"the config lacks the fields {missing}")

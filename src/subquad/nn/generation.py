@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .stack import padding_first, take_tokens
 
 __all__ = ["check_sampling", "generate", "sample", "stream"]
 
@@ -71,8 +73,9 @@ def _prefill(
     """Logits (B, vocab) after the prompt and the states, in pieces of at most so many tokens."""
     if key_mask is not None:
         # Padding to the front, so that the pieces hold none of it after a real token, and each ends with the last ones.
-        order = torch.argsort(key_mask.to(torch.uint8), dim=-1, stable=True)
-        tokens, key_mask = tokens.gather(1, order), key_mask.gather(1, order)
+        order = padding_first(key_mask)
+        if order is not None:
+            tokens, key_mask = take_tokens(tokens, order), key_mask.gather(1, order)
     size = tokens.shape[1] if pieces is None else pieces
     logits = None
     for begin in range(0, tokens.shape[1], size):
@@ -110,6 +113,11 @@ def stream(
     """
     checks.check_positive("max_new_tokens", max_new_tokens)
     check_sampling(temperature, top_k, top_p)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, got {generator!r}; for a seed use "
+            "torch.Generator().manual_seed(seed)"
+        )
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise ValueError(
             f"tokens must be an integer tensor of shape (batch, length), got {checks.describe_shape(tokens)}"
@@ -177,6 +185,11 @@ def _steps(
         model.train(training)
 
 
+_OPTIONS = tuple(
+    name for name, given in inspect.signature(stream).parameters.items() if given.kind == given.KEYWORD_ONLY
+)
+
+
 def generate(model: Any, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
     """New tokens (B, N) after prompts (B, L); N is max_new_tokens, or less if every sequence has ended.
 
@@ -198,4 +211,5 @@ def generate(model: Any, tokens: Tensor, max_new_tokens: int, **options: Any) ->
     >>> torch.equal(a, b)
     True
     """
+    checks.check_options("generate", options, _OPTIONS)
     return torch.stack(list(stream(model, tokens, max_new_tokens, **options)), 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
+from .attention import reset_linear
 from .config import MechanismChoice
 from .generation import generate
 from .packing import run_packed
@@ -123,7 +124,7 @@ class TransformerDecoder(Stack):
         self.head: nn.Linear | None = None
         if not self.config.tie_embeddings:
             self.head = nn.Linear(dim, vocab, bias=False)
-            nn.init.xavier_uniform_(self.head.weight)
+            reset_linear(self.head)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (B, L, dim) -> (B, L, vocab)."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..features.precision import compute_dtype
 from ..kernels.checkpointing import tracing
 
 __all__ = ["LearnedPositions", "Rotation", "SinusoidalPositions", "rotation_at", "token_positions"]
@@ -57,7 +58,7 @@ class Rotation(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (B, H, L, D) with each pair (i, i + D/2) turned; computed in float32 or above, returned in x's dtype."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = compute_dtype(x)
         cos, sin = self.cos.to(dtype), self.sin.to(dtype)
         first, second = x.to(dtype).chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

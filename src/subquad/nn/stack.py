@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import checks
 from ..kernels.checkpointing import tracing
 from ..mechanisms import Mechanism
-from .attention import MultiheadAttention, check_sequence
+from .attention import MultiheadAttention, calibrating, check_sequence
 from .blocks import Block, Call, make_norm
 from .choice import draw_seed, layer_mechanisms
 from .config import ModelConfig
@@ -25,7 +25,7 @@ from .positions import LearnedPositions, Rotation, SinusoidalPositions, rotation
 from .reversible import run_reversible
 from .states import ModelState
 
-__all__ = ["Model", "Stack", "check_tokens"]
+__all__ = ["Model", "Stack", "check_tokens", "padding_first", "take_tokens"]
 
 Self = TypeVar("Self", bound="Model")
 
@@ -135,23 +135,14 @@ class Model(nn.Module):
         for mechanism in self.mechanisms():
             mechanism.redraw()
 
-    @torch.no_grad()
     def calibrate(self, *inputs: Any, **call: Any) -> None:
         """Run the model on sample inputs and add each layer's queries and keys to its mechanism's statistics.
 
         Needed before the first use of mechanisms with center=True, features='sderf' or hermite=True; the others are
         left alone. Call it once per batch.
         """
-        training = self.training
-        self.eval()
-        try:
-            for attention in self.attentions():
-                attention.calibrating = True
+        with calibrating(self):
             self(*inputs, **call)
-        finally:
-            for attention in self.attentions():
-                attention.calibrating = False
-            self.train(training)
 
     def checkpoint_activations(self: Self, enabled: bool = True) -> Self:
         """While training, keep only the input of each block and compute it again in the backward; returns the model.

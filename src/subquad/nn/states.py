@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .. import checks
 from ..state import check_same, merge, register_state
 
 __all__ = ["ModelState"]
@@ -71,7 +72,18 @@ class ModelState:
         >>> state.select(torch.tensor([1, 1, 0])).batch
         3
         """
-        return self._mapped(lambda x: x.index_select(0, index.to(x.device)))
+        if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int64, torch.int32):
+            given = f"{checks.describe_shape(index)} of {index.dtype}" if isinstance(index, Tensor) else f"{index!r}"
+            raise TypeError(
+                f"index must be an integer tensor of shape (sequences,), got {given}; for example torch.tensor([1, 0])"
+            )
+        try:
+            return self._mapped(lambda x: x.index_select(0, index.to(x.device)))
+        except IndexError:
+            # Asked afterwards: looking at the numbers first would make every call wait for the device.
+            raise ValueError(
+                f"index={index.tolist()} must be among the sequences of these states, 0..{self.batch - 1}"
+            ) from None
 
     def to(self, device: torch.device | str) -> ModelState:
         """The same state on another device."""

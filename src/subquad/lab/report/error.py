@@ -67,7 +67,7 @@ def _study(settings: Settings, data: Data, family: str, draws: int) -> dict[str,
     if not study.complete:
         raise KeyboardInterrupt
     lines = {
-        projection: [point.to_json() for point in line.points]
+        projection: [point.as_dict() for point in line.points]
         for projection, line in zip(PROJECTIONS, study.lines, strict=True)
     }
     return {"lines": lines, "baselines": dict(study.baselines)}

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import subquad
+from subquad.lab.making import made
 from subquad.lab.measure import interleave
+from subquad.lab.plain_text import first_line
 from subquad.mechanisms import Kernelised
 
 from .notebook import Notebook
 from .running import Clock, Job
 from .settings import Settings
-from .speed import made
 
 __all__ = ["jobs", "points"]
 
@@ -56,7 +57,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
             absorbs = name == "softmax" or isinstance(attend, Kernelised)
             state = attend.absorb(k, v) if absorbs else attend.scan(q, k, v)[1]
         except (ValueError, TypeError, NotImplementedError) as error:
-            results[name] = {"status": "refused", "reason": str(error).splitlines()[0]}
+            results[name] = {"status": "refused", "reason": first_line(error)}
             continue
 
         def steps(attend: subquad.Mechanism = attend, state: Any = state, cached: bool = name == "softmax") -> None:

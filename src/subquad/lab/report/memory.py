@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import subquad
+from subquad.lab.making import options_for
 from subquad.lab.memory import peak_memories
 
 from .notebook import Notebook
@@ -21,15 +21,12 @@ __all__ = ["jobs", "points"]
 NAME = "memory"
 
 
-def _options(name: str, length: int) -> dict[str, Any]:
-    return {"length": length} if "length" in subquad.describe(name)["options"] else {}
-
-
 def _measure(settings: Settings, length: int, clock: Clock) -> dict[str, Any]:
     asked = [
         {
-            "mechanism": name, "length": length, "options": _options(name, length), "heads": settings.heads,
-            "head_dim": settings.head_dim, "backward": backward, "threads": torch.get_num_threads(),
+            "mechanism": name, "length": length, "options": options_for(name, seed=settings.seed, length=length),
+            "heads": settings.heads, "head_dim": settings.head_dim, "backward": backward,
+            "threads": torch.get_num_threads(),
         }
         for backward in ((False, True) if length <= settings.longest_training else (False,))
         for name in settings.names

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.lab.plain_text import first_line
 from subquad.mechanisms import MECHANISMS, create
-from subquad.planning.candidates import DEGREE_1, SDERF
+from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF
 from subquad.planning.choice import plan
 from subquad.planning.measuring import Piece
 from subquad.planning.prediction import calibrated
@@ -106,15 +107,11 @@ def _load(folder: Path) -> tuple[Any, Any]:
     try:
         model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
     except Exception as error:  # transformers raises many kinds; all of them mean that the folder cannot be used
-        raise ValueError(
-            f"--model {folder}: the model cannot be loaded: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise ValueError(f"--model {folder}: the model cannot be loaded: {first_line(error)}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ValueError(
-            f"--model {folder}: its tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise ValueError(f"--model {folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
     return model, tokenizer
 
 
@@ -180,19 +177,13 @@ def _study(layer: Layer, settings: Settings) -> dict[str, Any]:
             ready = calibrated(attend, layer.q, layer.k, None)
             errors[key] = {"error": piece.error(ready, draws=DRAWS if "seed" in own else 1)}
         except (ValueError, TypeError, NotImplementedError) as error:
-            errors[key] = {"refused": str(error).splitlines()[0]}
-    names = [name for name in settings.names if name in MECHANISMS and name != "softmax"]
+            errors[key] = {"refused": first_line(error)}
+    names = [name for name in settings.names if name in PLANNABLE]
     chosen = plan(
         layer.q, layer.k, layer.v, target_error=TARGET, length=max(settings.lengths), is_causal=layer.is_causal,
-        scale=layer.scale, mechanisms=_plannable(names), seed=settings.seed,
+        scale=layer.scale, mechanisms=names, seed=settings.seed,
     )  # fmt: skip
     return {"name": layer.name, "errors": errors, "plan": chosen.to_json()}
-
-
-def _plannable(names: Sequence[str]) -> list[str] | None:
-    from subquad.planning.candidates import PLANNABLE
-
-    return [name for name in names if name in PLANNABLE]
 
 
 def jobs(settings: Settings, notebook: Notebook, seen: Captured | None) -> list[Job]:

@@ -13,22 +13,19 @@ import torch
 
 import subquad
 from subquad.features.projections import make_projection
+from subquad.lab.errors import PROJECTIONS
 from subquad.lab.measure import interleave
 
 from .notebook import Notebook
 from .running import Clock, Job
 from .settings import Settings
 
-__all__ = ["KINDS", "jobs", "points"]
+__all__ = ["LOOPS", "WORDS", "jobs", "points"]
 
 NAME = "projections"
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "iid": ("independent rows", {"projection": "gaussian"}),
-    "orthogonal": ("orthogonal", {"projection": "orthogonal"}),
-    "simplex": ("simplex", {"projection": "simplex"}),
-    "hadamard-1": ("Hadamard k = 1", {"projection": "hadamard", "blocks": 1}),
-    "hadamard-3": ("Hadamard k = 3", {"projection": "hadamard", "blocks": 3}),
-}
+# The projections of `lab.errors.PROJECTIONS` in words.
+WORDS = {"iid": "independent rows", "orthogonal": "orthogonal", "hadamard-1": "Hadamard k = 1",
+         "hadamard-3": "Hadamard k = 3", "simplex": "simplex"}  # fmt: skip
 LOOPS = {"hadamard-1-loop": "Hadamard k = 1, torch butterflies", "hadamard-3-loop": "Hadamard k = 3, torch butterflies"}
 
 
@@ -39,7 +36,7 @@ def _measure(settings: Settings, length: int, dim: int, clock: Clock) -> dict[st
     alone: dict[str, Callable[[], object]] = {}
     whole: dict[str, Callable[[], object]] = {}
     drawn: dict[str, Callable[[], object]] = {}
-    for name, (_, options) in KINDS.items():
+    for name, options in PROJECTIONS.items():
         rest = dict(options)
         kind = rest.pop("projection")
         projection = make_projection(kind, count, dim, seed=settings.seed, **rest)

@@ -13,23 +13,26 @@ from typing import Any
 
 import torch
 
+from subquad.lab.making import INPUT_STD, made
 from subquad.lab.measure import interleave
-from subquad.mechanisms import MECHANISMS, Kernelised
+from subquad.mechanisms import Kernelised
 from subquad.planning.candidates import PLANNABLE, ladders, least_tokens
 from subquad.planning.cost import CostModel
 from subquad.planning.measuring import Piece
 from subquad.planning.prediction import calibrated
+from subquad.planning.study import with_seed
 
 from .inputs import KINDS, sample
 from .notebook import Notebook
 from .running import Clock, Job
 from .settings import Settings
-from .speed import STD, attention_bytes, made
+from .speed import attention_bytes
 
 __all__ = ["candidates", "jobs", "recommend", "short", "tried"]
 
 NAME = "recommendation"
 FEATURES = ("hyperbolic", "oprf", "sderf")  # of the performer; the others are never much better
+STEPS = {"window": (16, 64, 256), "clusters": (25, 100), "landmarks": (32, 128)}  # of finer ladders
 DRAWS = 2
 LONGEST = 4096  # of the lengths that are timed
 Options = Mapping[str, Any]
@@ -64,20 +67,22 @@ def candidates(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
                 centred = step.get("center") and step["features"] != "sderf"
                 if step["features"] not in FEATURES or centred or step["num_features"] not in settings.recommend_steps:
                     continue
+            if any(step[name] not in sizes for name, sizes in STEPS.items() if name in step):
+                continue
             found.append((ladder.mechanism, dict(step)))
     return found
 
 
 def _made(settings: Settings, name: str, options: Options, heads: int) -> Any:
-    own = dict(options)
-    if isinstance(far := own.get("far"), Mapping) and "seed" in MECHANISMS[far["mechanism"]].options():
-        own["far"] = {**far, "seed": settings.seed}
+    own = with_seed(name, dict(options), settings.seed)
+    own.pop("seed", None)  # `made` has it already
     return made(name, settings.head_dim, heads, 0, settings.seed, **own)
 
 
 def _times(settings: Settings, length: int, clock: Clock) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(settings.seed)
-    q, k, v = (STD * torch.randn(1, settings.heads, length, settings.head_dim, generator=generator) for _ in range(3))
+    shape = (1, settings.heads, length, settings.head_dim)
+    q, k, v = (INPUT_STD * torch.randn(shape, generator=generator) for _ in range(3))
     calls: dict[str, Callable[[], object]] = {}
     for name, options in [("softmax", {}), *candidates(settings)]:
         attend = _made(settings, name, options, settings.heads)

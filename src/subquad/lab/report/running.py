@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from subquad.lab.memory import available_memory
+from subquad.lab.plain_text import first_line
 
 from .notebook import Notebook
 
@@ -130,7 +131,6 @@ def _run(section: str, job: Job, clock: Clock, notebook: Notebook, start: float)
     try:
         result = job.run(clock)
     except Exception as error:  # one broken measurement must not take the others with it
-        first = (str(error) or type(error).__name__).splitlines()[0]
-        notebook.fail(section, job.label, job.asked, f"{type(error).__name__}: {first}")
+        notebook.fail(section, job.label, job.asked, f"{type(error).__name__}: {first_line(error)}")
     else:
         notebook.add(section, job.label, job.asked, result, time.perf_counter() - start)

@@ -6,7 +6,6 @@ Choromanski et al., "Rethinking Attention with Performers", 2021.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,33 +14,21 @@ import torch
 from torch import Tensor
 
 import subquad
+from subquad.lab.making import INPUT_STD, made
 from subquad.lab.measure import interleave
+from subquad.lab.plain_text import first_line
 from subquad.mechanisms import Kernelised
 
 from .notebook import Notebook
 from .running import Clock, Job
 from .settings import NO_ATTENTION, Settings
 
-__all__ = ["attention_bytes", "crossover", "jobs", "made", "operations", "points"]
+__all__ = ["attention_bytes", "jobs", "operations", "points"]
 
 NAME = "speed"
 FORMS = (("forward", False), ("forward", True), ("training", False), ("training", True))
-STD = 0.5
 SLOW = 0.5  # seconds: what takes longer runs once
 QUADRATIC = ("softmax", "sparse")
-
-
-def made(name: str, head_dim: int, heads: int, length: int, seed: int, **options: Any) -> subquad.Mechanism:
-    """The mechanism with its defaults, calibrated on other data where it must be."""
-    known = subquad.describe(name)["options"]
-    own: dict[str, Any] = {"seed": seed} if "seed" in known else {}
-    if "length" in known:
-        own["length"] = length
-    attend = subquad.create(name, head_dim, heads, **(own | options)).eval()
-    generator = torch.Generator().manual_seed(seed + 1)
-    with contextlib.suppress(ValueError):  # nothing to calibrate
-        attend.calibrate(*(STD * torch.randn(2, 1, heads, 4 * head_dim, head_dim, generator=generator)))
-    return attend
 
 
 def attention_bytes(settings: Settings, length: int, training: bool = False) -> int:
@@ -83,7 +70,7 @@ def _measure(settings: Settings, notebook: Notebook, asked: Mapping[str, Any], c
     length, causal, training = asked["length"], asked["causal"], asked["pass"] == "training"
     generator = torch.Generator().manual_seed(settings.seed)
     shape = (1, settings.heads, length, settings.head_dim)
-    inputs = [torch.randn(shape, generator=generator) * s for s in (STD, STD, 1.0)]
+    inputs = [torch.randn(shape, generator=generator) * s for s in (INPUT_STD, INPUT_STD, 1.0)]
     if training:
         inputs = [x.requires_grad_() for x in inputs]
     calls: dict[str, Callable[[], object]] = {}
@@ -113,7 +100,7 @@ def _measure(settings: Settings, notebook: Notebook, asked: Mapping[str, Any], c
                 call()  # shows who refuses, and warms up
             calls[name] = call
         except (ValueError, TypeError, NotImplementedError) as error:
-            results[name] = {"status": "refused", "reason": str(error).splitlines()[0]}
+            results[name] = {"status": "refused", "reason": first_line(error)}
     seconds = max(0.3, 0.12 * clock.left)
     for name, timing in interleave(calls, runs=settings.runs, warmup=0, seconds=seconds, once=frozenset(slow)).items():
         results[name] = {"status": "measured", "operations": counts[name], **timing.as_dict()}
@@ -151,25 +138,6 @@ def points(notebook: Notebook, name: str, kind: str, causal: bool) -> dict[int, 
         if asked["pass"] == kind and asked["causal"] == causal and cell and cell["status"] == "measured":
             found[asked["length"]] = cell["best_ms"]
     return dict(sorted(found.items()))
-
-
-def crossover(mine: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
-    """The length from which `mine` stays below `softmax`, between measured lengths on a log scale; None = nowhere.
-
-    >>> round(crossover({256: 2.0, 1024: 8.0}, {256: 1.0, 1024: 16.0}))
-    512
-    >>> crossover({256: 2.0}, {256: 1.0}) is None, crossover({256: 0.5}, {256: 1.0})
-    (True, 256.0)
-    """
-    both = sorted(set(mine) & set(softmax))
-    ratios = [math.log(mine[n] / softmax[n]) for n in both]
-    if not both or ratios[-1] > 0:
-        return None
-    slower = [i for i, ratio in enumerate(ratios) if ratio > 0]
-    if not slower:
-        return float(both[0])
-    i = slower[-1]
-    return both[i] * math.pow(both[i + 1] / both[i], ratios[i] / (ratios[i] - ratios[i + 1]))
 
 
 def operations(attend: object, length: int, heads: int, causal: bool) -> float | None:

@@ -19,8 +19,6 @@ __all__ = ["error_figures", "projection_figure", "published_figure", "spectrum_f
 WORST = 10.0  # relative squared error beyond which a setting is not worth a place in the figure
 FAMILY_WORDS = {"trig": "trigonometric", "positive": "positive", "hyperbolic": "hyperbolic", "oprf": "OPRF",
                 "sderf": "SDERF"}  # fmt: skip
-PROJECTION_WORDS = {"iid": "independent rows", "orthogonal": "orthogonal", "hadamard-1": "Hadamard k = 1",
-                    "hadamard-3": "Hadamard k = 3", "simplex": "simplex"}  # fmt: skip
 
 
 def _levels(notebook: Notebook, data: str, sizes: list[int], choice: dict[str, str]) -> list[Line]:
@@ -57,14 +55,14 @@ def error_figures(notebook: Notebook, settings: Settings) -> list[Figure]:
                 choice = {"data": each.name}
                 maps.append(Line(family, FAMILY_WORDS[family], x, y, "performer", {**choice, "by": projection}, notes))
                 matrices.append(
-                    Line(projection, PROJECTION_WORDS[projection], x, y, "performer", {**choice, "by": family}, notes)
+                    Line(projection, projections.WORDS[projection], x, y, "performer", {**choice, "by": family}, notes)
                 )
         levels = _levels(notebook, each.name, sizes, {"data": each.name})
         maps += levels
         matrices += levels
     chooser = Selector("data", "Inputs", [(each.name, each.words) for each in data] or [("none", "none")])
     by_projection = Selector("by", "Projection", [("orthogonal", "orthogonal"), *(
-        item for item in PROJECTION_WORDS.items() if item[0] != "orthogonal")])  # fmt: skip
+        item for item in projections.WORDS.items() if item[0] != "orthogonal")])  # fmt: skip
     by_family = Selector("by", "Features", [("hyperbolic", "hyperbolic"), *(
         item for item in FAMILY_WORDS.items() if item[0] != "hyperbolic")])  # fmt: skip
     return [
@@ -111,7 +109,7 @@ def published_figure(notebook: Notebook, settings: Settings) -> Figure:
 def projection_figure(notebook: Notebook, settings: Settings) -> Figure:
     """Time of the projection alone and of the whole attention."""
     lines = []
-    names = {**{kind: words for kind, (words, _) in projections.KINDS.items()}, **projections.LOOPS}
+    names = {**projections.WORDS, **projections.LOOPS}
     for dim in settings.projection_dims:
         for what in ("alone", "whole", "drawing"):
             for kind, words in names.items():

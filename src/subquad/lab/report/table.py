@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from subquad.lab.plain_text import aligned
+
 from . import memory, speed
 from .figures import milliseconds
 from .findings import headline, tokens
@@ -13,13 +15,6 @@ from .notebook import Notebook
 from .settings import NO_ATTENTION, Settings
 
 __all__ = ["terminal_table"]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-             for row in rows]  # fmt: skip
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def _longest(notebook: Notebook, names: Sequence[str], kind: str, causal: bool) -> int | None:
@@ -52,7 +47,7 @@ def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]
             mib = memory.points(notebook, name, "forward").get(max(sizes))
             row.append("-" if mib is None else f"{mib:.0f} MiB")
         rows.append(row)
-    blocks.append(_aligned(rows))
+    blocks.append("\n".join(aligned(rows)))
     recommended = found["recommendations"]
     for kind in dict.fromkeys(row["kind"] for row in recommended):
         mine = {(row["length"], row["budget"]): row for row in recommended if row["kind"] == kind}
@@ -63,7 +58,7 @@ def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]
             lines.append([str(length), *(
                 "-" if cell is None else "softmax" if cell["mechanism"] == "softmax"
                 else f"{cell['label']} ({cell['gain']:.1f}x)" for cell in cells)])  # fmt: skip
-        blocks.append(f"What to use, {KINDS[kind]}:\n" + _aligned(lines))
+        blocks.append("\n".join([f"What to use, {KINDS[kind]}:", *aligned(lines)]))
     if notebook.skipped:
         some = list(notebook.skipped.values())
         lines2 = [f"  {item['section']}: {item['cell']}: {item['reason']}" for item in some[:12]]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from subquad.lab.record import write_text
+
 from . import error, generation, machine, memory, model, projections, published, recommendation, spectrum, speed
 from .figure import Figure
 from .figures import generation_figures, memory_figure, speed_figure
@@ -73,19 +75,6 @@ def all_figures(notebook: Notebook, settings: Settings) -> list[Figure]:
     ]
 
 
-def _write_text(path: Path, text: str) -> None:
-    """Atomically: a reader sees the old page or the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 def _writable(folder: Path) -> None:
     """Find out before three minutes of measuring that nothing can be written."""
     try:
@@ -128,6 +117,6 @@ def report(
     notebook.save()
     figures = all_figures(notebook, settings)
     names = draw_pictures(figures, folder) if pictures else []
-    _write_text(folder / "index.html", page(notebook, settings, found, figures, names))
+    write_text(folder / "index.html", page(notebook, settings, found, figures, names))
     table = terminal_table(notebook, settings, found)
     return Outcome(notebook, folder / "index.html", path, table, interrupted=not done)
