@@ -144,7 +144,8 @@ class Plan:
     def _qualifies(self, choice: Choice) -> bool:
         in_time = self.time_budget is None or choice.seconds <= self.time_budget
         uniform = self.baselines["uniform"]
-        return choice.meets(min(self.target_error, uniform)) and (choice.error < uniform or choice.error == 0) and in_time
+        useful = choice.error < uniform or choice.error == 0  # with a single key everything is exact
+        return choice.meets(min(self.target_error, uniform)) and useful and in_time
 
     @property
     def attainable(self) -> bool:
