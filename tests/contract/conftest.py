@@ -112,16 +112,9 @@ def _native(case: Case) -> bool:
 
 
 CASES += [replace(case, backend="native") for case in CASES if _native(case)]
-# Tracing takes seconds: the first variant of a mechanism and each feature map of performer always, the rest in depth.
+# Tracing takes seconds: the first variant of a mechanism always, the rest in depth.
 TRACED = [
-    pytest.param(
-        case,
-        id=case.id,
-        marks=[]
-        if case.index == 0
-        or (case.backend is None and set(case.options) == {"features", "projection", "num_features", "seed"})
-        else [deep],
-    )
+    pytest.param(case, id=case.id, marks=[] if case.index == 0 else [deep])
     for case in CASES
     if case.name != "performer" or case.options.get("projection", "orthogonal") == "orthogonal"
 ]

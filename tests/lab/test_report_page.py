@@ -156,6 +156,7 @@ def test_theme_and_tabs_and_tables(opened: Opened) -> None:
     tabs.nth(1).click()
     assert opened.page.locator(".use:visible").count() == 1
     opened.page.click("#figure-speed summary")
+    opened.page.wait_for_selector("#figure-speed tbody tr")  # drawn on "toggle", which comes after the click returns
     assert opened.page.locator("#figure-speed tbody tr").count() == len(light)
     assert opened.said == []
 
