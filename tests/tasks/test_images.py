@@ -98,10 +98,11 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
         ("train-images-idx3-ubyte", b"PK\3\4", "no idx file"),
         ("train-images-idx3-ubyte", b"\0\0\x0d\3" + bytes(12), "type 0x0d, expected unsigned bytes"),
         ("train-images-idx3-ubyte", idx(np.zeros(5, np.uint8)), "expected \\(count, height, width\\)"),
-        ("train-images-idx3-ubyte.gz", gzip.compress(bytes(99))[:-9], "truncated or of another type"),
+        ("train-images-idx3-ubyte.gz", gzip.compress(bytes(99), mtime=0)[:-9], "truncated or of another type"),
         ("a.png", b"not a picture", "cannot be read as a picture"),
         ("notes.txt", b"hello", "holds no train images"),
     ],
+    ids=["short", "magic", "type", "dimensions", "gzip", "png", "other"],
 )
 def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
