@@ -33,6 +33,7 @@ from subquad.state import LinearState
 
 Results = dict[str, Any]
 HEADS, FEATURES = 8, 256
+STEPS = 10  # of decoding, one after the other
 
 
 def best(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -152,7 +153,7 @@ def hadamard(length: int, repeats: int) -> list[Results]:
 
 
 def decode(repeats: int) -> list[Results]:
-    """One token for every head: native, torch, and the time to copy the state."""
+    """One token for every head, step after step as in generation: native, the library's part of it, torch, a copy."""
     rows = []
     print(
         f"\ndecode step, H{HEADS} D64 M{FEATURES} (targets: 3x torch at batch 1, 2x the copy of the state at batch 16)"
@@ -165,20 +166,55 @@ def decode(repeats: int) -> list[Results]:
         with torch.inference_mode():
             state = native.absorb(phi, k, v, empty, scale=0.125)
             q1, k1, v1 = (x[:, :, :1].contiguous() for x in (q, k, v))
-            steps: dict[str, Callable[[], object]] = {
-                "native": partial(native.causal, phi, q1, k1, v1, state, scale=0.125),
-                "chunked": partial(chunked.causal, phi, q1, k1, v1, state, scale=0.125),
-                "copy": state.weighted.clone,
+            there, back = state.weighted.clone(), state.weighted.clone()
+
+            def steps(backend: Any, x: Any = (q1, k1, v1), state: LinearState = state) -> None:
+                for _ in range(STEPS):
+                    _, state = backend.causal(phi, *x, state, scale=0.125)
+
+            def copies(there: Tensor = there, back: Tensor = back) -> None:
+                for _ in range(STEPS // 2):
+                    there.copy_(back)
+                    back.copy_(there)
+
+            runs: dict[str, Callable[[], object]] = {
+                "native": partial(steps, native),
+                "library": library_steps(phi, q1, k1, v1, state),
+                "torch": partial(steps, chunked),
+                "copy": copies,
             }
-            times = best(steps, repeats * 50)
+            times = {name: seconds / STEPS for name, seconds in best(runs, repeats * 10).items()}
         row: Results = {"batch": batch, **{f"{name}_us": t * 1e6 for name, t in times.items()}}
         rows.append(row)
         print(
-            f"  batch {batch:<3d} native {row['native_us']:7.1f} us   torch {row['chunked_us']:7.1f} us"
-            f" ({times['chunked'] / times['native']:.1f}x)   copy {row['copy_us']:6.1f} us"
-            f" ({times['native'] / times['copy']:.1f}x of it)"
+            f"  batch {batch:<3d} native {row['native_us']:7.1f} us, {row['library_us']:6.1f} us of it in the library"
+            f"   torch {row['torch_us']:7.1f} us ({times['torch'] / times['native']:.1f}x)   copy"
+            f" {row['copy_us']:6.1f} us (native {times['native'] / times['copy']:.1f}x,"
+            f" library {times['library'] / times['copy']:.1f}x of it)"
         )
     return rows
+
+
+def library_steps(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> Callable[[], object]:
+    """STEPS decode steps as the library sees them, between two sets of arrays: what they cost without Python."""
+    form = native._form(phi, 0.125)
+    assert form is not None
+    there = [x.contiguous().clone() for x in (state.weighted, state.normaliser, state.log_max)]
+    back, out = [x.clone() for x in there], torch.empty_like(v)
+    problems = []
+    for before, after in ((there, back), (back, there)):
+        problem = native_operators.make_problem(q, k, v, native.NO_MASK, *form[:5], True, True, form.maps)
+        native_operators.write(problem, "out", out)
+        problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in before)
+        problem.s_out, problem.z_out, problem.c_out = (x.data_ptr() for x in after)
+        problems.append(problem)
+    library = native_library.load()
+
+    def run(kept: Any = (there, back, out, q, k, v)) -> None:
+        for step in range(STEPS):
+            native_operators.check_status(library.subquad_decode(ctypes.byref(problems[step % 2])))
+
+    return run
 
 
 def taylor(length: int, repeats: int) -> list[Results]:

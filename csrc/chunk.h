@@ -148,9 +148,8 @@ static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0
   const Stored here = stored_keys(pr, t0, n), next = stored_keys(pr, t0 + n, C);
   prefetch(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim);
   prefetch(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width);
-  project(pr, hd.k, w.x, ch.vectors, ch.phi, w.butterfly);
   if (pr.function == SQ_EXP) key_weights(pr, hd.k, w.x, ch.real, ch.vectors, w.t);
-  key_features(pr, hd.k, ch.phi, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums);
+  key_features(pr, hd.k, w.x, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums, w.butterfly);
   for (long r = 0; r < pr.features; r++) {
     // Maxima seldom move once the sequence is under way. c_old = -inf gives 0: nothing to rescale yet.
     ch.rho[r] = st.c[r] == ch.c_new[r] ? 1.0f : exp1(st.c[r] - ch.c_new[r]);
@@ -198,8 +197,7 @@ static void prepare_queries(const Head& hd, const Work& w, const float* c, const
   panel(pr.q, hd.b, hd.h * hd.groups + g, t0, n, vectors * VL, pr.dim, w.x, w.rows);
   prefetch(pr.q, hd.b, hd.h * hd.groups + g, t0 + n, C, pr.length_q, pr.dim);
   prefetch(pr.out, hd.b, hd.h * hd.groups + g, t0, n, pr.length_q, pr.width);
-  project(pr, hd.q, w.x, vectors, a, w.butterfly);
-  query_features(pr, hd.q, a, vectors, c, z, a, Z, top, w.level);
+  query_features(pr, hd.q, w.x, vectors, c, z, a, Z, top, w.level, w.butterfly);
   if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {  // only where the rows' own scale is wanted
     token_weights(pr, hd.q, w.x, vectors, w.t);
     for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + load(w.t + j * VL));

@@ -117,7 +117,7 @@ static void project_task(void* context, int64_t index, int64_t) {
     for (long i = 0; i < job.chunks; i++) {
       const long t0 = i * C, n = pr.length_q - t0 < C ? pr.length_q - t0 : C;
       panel(pr.q, hd.b, hd.h, t0, n, C, pr.dim, w.x, w.rows);
-      project(pr, hd.q, w.x, CV, p, w.butterfly);
+      project(pr, hd.q, w.x, CV, 0, pr.rows, p, w.butterfly);
       if (job.out) memcpy(job.out + (index * job.chunks + i) * pr.rows * LD, p, sizeof(float) * pr.rows * LD);
     }
   }

@@ -36,20 +36,28 @@ SQ_INLINE long vectors_for(long n) { return ((n + T - 1) / T) * NV; }
 
 SQ_INLINE float or_zero(float c) { return c == MINUS_INF ? 0.0f : c; }
 
-// p[rows][LD] = W x + offset for the panel x[dim][LD].
-static void project(const SqProblem& pr, const Side& s, const float* x, long vectors, float* p, float* work) {
+// Rows [first, first + rows) of p[..][LD] = W x + offset for the panels x[dim][LD]; `strip_rows` says which ranges there are.
+static void project(const SqProblem& pr, const Side& s, const float* x, long vectors, long first, long rows, float* p,
+                    float* work) {
+  const float* offset = s.offset ? s.offset + first : nullptr;
   if (pr.projection == SQ_DENSE) {
-    gemm(pr.rows, vectors, pr.dim, s.weight, pr.dim, 1, x, LD, p, LD, s.offset ? FROM_BIAS : FROM_ZERO, s.offset);
+    gemm(rows, vectors, pr.dim, s.weight + first * pr.dim, pr.dim, 1, x, LD, p + first * LD, LD,
+         offset ? FROM_BIAS : FROM_ZERO, offset);
   } else if (pr.projection == SQ_HADAMARD) {
-    hadamard(pr.rows, pr.dim, pr.blocks, s.signs, s.norms, s.offset, x, vectors, p, work);
+    hadamard(first, rows, pr.dim, pr.blocks, s.signs, s.norms, s.offset, x, vectors, p, work);
   } else if (pr.function == SQ_TAYLOR) {
     taylor_features(pr.dim, x, vectors, p);
   } else {
-    for (long r = 0; r < pr.rows; r++) {
+    for (long r = first; r < first + rows; r++) {
       const vf o = splat(s.offset ? s.offset[r] : 0.0f);
       for (long j = 0; j < vectors; j++) store(p + r * LD + j * VL, load(x + r * LD + j * VL) + o);
     }
   }
+}
+
+// Rows projected and exponentiated at a time, for whole chunks of tokens: few enough to be in the first-level cache still.
+SQ_INLINE long strip_rows(const SqProblem& pr) {
+  return pr.projection == SQ_DENSE ? 4 * MR : pr.projection == SQ_HADAMARD ? padded(pr.dim) : pr.rows;
 }
 
 // dx[dim][LD] = W^T dp, the transpose of `project`; f: the features.
@@ -218,33 +226,46 @@ SQ_INLINE vf plain_slope(int function, vf value, vf epsilon) {
   return one;
 }
 
-// phi[M][LD] of the keys from p (which may be phi itself), their sums over tokens, and the state's new maxima.
-static void key_features(const SqProblem& pr, const Side& s, const float* p, const float* t, const float* real,
-                         long vectors, const float* c_old, float* c_new, float* phi, float* sums) {
-  const long R = pr.rows;
-  if (pr.function != SQ_EXP) {
-    const vf eps = splat(pr.epsilon);
-    for (long r = 0; r < R; r++) {
-      vf sum = zero();
-      for (long j = 0; j < vectors; j++) {
-        const vi keep = load(real + j * VL) != zero();
-        const vf f = as_float(keep & bits(plain_value(pr.function, load(p + r * LD + j * VL)) + eps));
-        store(phi + r * LD + j * VL, f);
-        sum += f;
-      }
-      sums[r] = hsum(sum);
-      c_new[r] = c_old[r];
+// Features without a shift of rows [first, first + rows), in place of p.
+static void plain_keys(const SqProblem& pr, long first, long rows, const float* real, long vectors, const float* c_old,
+                       float* c_new, float* phi, float* sums) {
+  const vf eps = splat(pr.epsilon);
+  for (long r = first; r < first + rows; r++) {
+    vf sum = zero();
+    for (long j = 0; j < vectors; j++) {
+      const vi keep = load(real + j * VL) != zero();
+      const vf f = as_float(keep & bits(plain_value(pr.function, load(phi + r * LD + j * VL)) + eps));
+      store(phi + r * LD + j * VL, f);
+      sum += f;
     }
-    return;
+    sums[r] = hsum(sum);
+    c_new[r] = c_old[r];
   }
-  // The mirrored rows first: the direct ones may overwrite p.
+}
+
+// phi[M][LD] of the keys x, their sums over tokens, and the state's new maxima.
+static void key_features(const SqProblem& pr, const Side& s, const float* x, const float* t, const float* real,
+                         long vectors, const float* c_old, float* c_new, float* phi, float* sums, float* work) {
+  const long R = pr.rows, strip = strip_rows(pr);
   const bool full = vectors == CV;
   bool large = false;
-  for (long i = 0; i < vectors * VL; i++) large = large || (t[i] < -8192.0f && t[i] != MINUS_INF) || t[i] > 8192.0f;
-  if (pr.antithetic)
-    (full ? key_rows<true, true> : key_rows<true, false>)(R, p, s.bias, t, vectors, large, c_old + R, c_new + R, phi + R * LD,
-                                                          sums + R);
-  (full ? key_rows<false, true> : key_rows<false, false>)(R, p, s.bias, t, vectors, large, c_old, c_new, phi, sums);
+  if (pr.function == SQ_EXP)
+    for (long i = 0; i < vectors * VL; i++) large = large || (t[i] < -8192.0f && t[i] != MINUS_INF) || t[i] > 8192.0f;
+  for (long first = 0; first < R; first += strip) {
+    const long rows = R - first < strip ? R - first : strip;
+    project(pr, s, x, vectors, first, rows, phi, work);
+    if (pr.function != SQ_EXP) {
+      plain_keys(pr, first, rows, real, vectors, c_old, c_new, phi, sums);
+      continue;
+    }
+    const float *bias = s.bias ? s.bias + first : nullptr, *p = phi + first * LD;
+    // The mirrored rows first: the direct ones overwrite p.
+    if (const long at = first + R; pr.antithetic)
+      (full ? key_rows<true, true> : key_rows<true, false>)(rows, p, bias, t, vectors, large, c_old + at, c_new + at,
+                                                            phi + at * LD, sums + at);
+    (full ? key_rows<false, true> : key_rows<false, false>)(rows, p, bias, t, vectors, large, c_old + first,
+                                                            c_new + first, phi + first * LD, sums + first);
+  }
 }
 
 // One panel of exponential query features; level[M] = bias + c, up to a constant. Its column of p is a cache line per row and stays in the
@@ -296,44 +317,55 @@ static void query_panel(long R, const float* p, const float* level, const float*
   SQ_UNROLL for (int n = 0; n < NV; n++) store(Z + n * VL, total[n]), store(tops + n * VL, top[n]);
 }
 
-// a[M][LD] of the queries from p (which may be a itself) and Z[lane] = sum_r a_r z_r, both divided by
-// e^top[lane]. `level` is scratch for M floats.
-static void query_features(const SqProblem& pr, const Side& s, const float* p, long vectors, const float* c,
-                           const float* z, float* a, float* Z, float* top, float* level) {
+// Features without a shift of one vector of queries, in place of p, and Z = sum_r a_r z_r.
+SQ_INLINE void plain_queries(const SqProblem& pr, const float* z, float* a, float* Z, float* top) {
   const long R = pr.rows;
-  if (pr.function != SQ_EXP) {
-    const vf eps = splat(pr.epsilon);
-    for (long j = 0; j < vectors; j++) {
-      vf total = zero();
-      for (long r = 0; r < R;) {  // sums of sums: thousands of Taylor features would lose digits one by one
-        vf part = zero();
-        for (const long end = r + 64 < R ? r + 64 : R; r < end; r++) {
-          const vf f = plain_value(pr.function, load(p + r * LD + j * VL)) + eps;
-          store(a + r * LD + j * VL, f);
-          part += f * splat(z[r]);
-        }
-        total += part;
-      }
-      store(Z + j * VL, total);
-      store(top + j * VL, zero());
+  const vf eps = splat(pr.epsilon);
+  vf total = zero();
+  for (long r = 0; r < R;) {  // sums of sums: thousands of Taylor features would lose digits one by one
+    vf part = zero();
+    for (const long end = r + 64 < R ? r + 64 : R; r < end; r++) {
+      const vf f = plain_value(pr.function, load(a + r * LD)) + eps;
+      store(a + r * LD, f);
+      part += f * splat(z[r]);
     }
-    return;
+    total += part;
   }
-  for (long r = 0; r < R; r++) {
-    const float b = s.bias ? s.bias[r] : 0.0f;
-    level[r] = b + c[r];
-    if (pr.antithetic) level[r + R] = b + c[r + R];
-  }
-  // Relative to the largest level: c may be in the billions, its differences are not.
+  store(Z, total);
+  store(top, zero());
+}
+
+// level[M] = bias + c relative to the largest, which is returned: c may be in the billions, its differences are not.
+static float feature_levels(const SqProblem& pr, const Side& s, const float* c, float* level) {
+  const long R = pr.rows, M = pr.features;
+  for (long start = 0; start < M; start += R)
+    for (long r = 0; r < R; r++) level[start + r] = (s.bias ? s.bias[r] : 0.0f) + c[start + r];
+  vf tops = splat(MINUS_INF);
   float most = MINUS_INF;
-  for (long r = 0; r < pr.features; r++) most = max1(level[r], most);
-  most = or_zero(most);
-  for (long r = 0; r < pr.features; r++) level[r] -= most;
+  long r = 0;
+  for (; r + VL <= M; r += VL) tops = vmax(load(level + r), tops);
+  for (; r < M; r++) most = max1(level[r], most);
+  most = or_zero(max1(hmax(tops), most));
+  for (r = 0; r < M; r++) level[r] -= most;
+  return most;
+}
+
+// a[M][LD] of the queries x and Z[lane] = sum_r a_r z_r, both divided by e^top[lane]; `level` is scratch for M floats.
+// Panel by panel: the features of one stay in the first-level cache from the projection to the exponentials.
+static void query_features(const SqProblem& pr, const Side& s, const float* x, long vectors, const float* c,
+                           const float* z, float* a, float* Z, float* top, float* level, float* work) {
+  const bool shifted = pr.function == SQ_EXP;
+  const float most = shifted ? feature_levels(pr, s, c, level) : 0.0f;
   for (long j = 0; j < vectors; j += NV) {
-    if (pr.antithetic) query_panel<true>(R, p + j * VL, level, z, a + j * VL, Z + j * VL, top + j * VL);
-    else query_panel<false>(R, p + j * VL, level, z, a + j * VL, Z + j * VL, top + j * VL);
+    float *to = a + j * VL, *total = Z + j * VL, *tops = top + j * VL;
+    project(pr, s, x + j * VL, NV, 0, pr.rows, to, work);
+    if (!shifted)
+      SQ_UNROLL for (int n = 0; n < NV; n++) plain_queries(pr, z, to + n * VL, total + n * VL, tops + n * VL);
+    else if (pr.antithetic) query_panel<true>(pr.rows, to, level, z, to, total, tops);
+    else query_panel<false>(pr.rows, to, level, z, to, total, tops);
+    if (shifted)
+      SQ_UNROLL for (int n = 0; n < NV; n++) store(tops + n * VL, load(tops + n * VL) + splat(most));
   }
-  for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + splat(most));
 }
 
 // dp[R][LD] from the features f[M][LD] and the gradient g[r][lane] + left[r] right[lane] with respect to them; dp may be

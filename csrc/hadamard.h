@@ -159,13 +159,14 @@ static void transform(long width, int factors, const float* scales, long step, c
   }
 }
 
-// p[rows][LD] = W x + offset for the panels x[dim][LD]; work holds padded(dim) rows of T.
-static void hadamard(long rows, long dim, int factors, const float* signs, const float* norms, const float* offset,
-                     const float* x, long vectors, float* p, float* work) {
-  const long width = padded(dim);
+// Rows [first, first + rows) of p[..][LD] = W x + offset for the panels x[dim][LD], whole blocks of them; work holds
+// padded(dim) rows of T.
+static void hadamard(long first, long rows, long dim, int factors, const float* signs, const float* norms,
+                     const float* offset, const float* x, long vectors, float* p, float* work) {
+  const long width = padded(dim), end = first + rows;
   for (long lane = 0; lane < vectors * VL; lane += T)
-    for (long start = 0; start < rows; start += width) {
-      const long count = rows - start < width ? rows - start : width;
+    for (long start = first; start < end; start += width) {
+      const long count = end - start < width ? end - start : width;
       const float* sign = signs + (start / width) * factors * width;
       transform(width, factors, sign, width,
                 {x + lane, LD, dim, p + start * LD + lane, LD, count, sign, nullptr, norms + start,

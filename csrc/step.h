@@ -118,7 +118,7 @@ static void project_tokens(const SqProblem& pr, const Side& s, long n, const Blo
     const long vectors = n <= VL && pr.projection == SQ_DENSE ? 1 : NV;
     transpose(w.rows, n, D, D, w.x, LD);
     for (long d = 0; d < D; d++) memset(w.x + d * LD + n, 0, sizeof(float) * (vectors * VL - n));
-    project(pr, s, w.x, vectors, w.p, w.butterfly);
+    project(pr, s, w.x, vectors, 0, pr.rows, w.p, w.butterfly);
     transpose(w.p, R, n, LD, to.p, to.ld);
     if (weighted) token_weights(pr, s, w.x, vectors, to.t);
     else memset(to.t, 0, sizeof(float) * T);

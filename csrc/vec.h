@@ -141,6 +141,10 @@ SQ_INLINE v4 hsum4(const vf* v) {
   const v4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
+SQ_INLINE float hmax(vf v) {
+  const v4 w = fold_max(v);
+  return max1(max1(w[0], w[2]), max1(w[1], w[3]));
+}
 SQ_INLINE float hsum(vf v) {
   const v4 w = fold_sum(v);
   return (w[0] + w[2]) + (w[1] + w[3]);

@@ -126,12 +126,16 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, keep:
     batch, heads, width = q.shape[0], k.shape[1], v.shape[3]
     # The backward takes sum(dout * out) of every row, so a rounded output would be an error of every gradient.
     out = torch.empty((*q.shape[:3], width), dtype=torch.float32 if keep else v.dtype, device=v.device)
-    shape = (batch, heads, features, width)
-    sums = new_state(shape) if step else torch.empty(shape, dtype=torch.float32, device=v.device)
-    totals = torch.empty((batch, heads, features), dtype=torch.float32, device=v.device)
+    shape = (batch, heads, features)
+    if step:
+        sums, totals, maxima = new_state((*shape, width)), new_state(shape), new_state(shape)
+    else:
+        sums = torch.empty((*shape, width), dtype=torch.float32, device=v.device)
+        totals = torch.empty(shape, dtype=torch.float32, device=v.device)
+        maxima = torch.empty_like(totals)
     segments = (k.shape[2] + SEGMENT - 1) // SEGMENT if causal and keep else 0
     kept = totals.new_empty((batch, heads, segments, features * (width + 2)))
-    return out, sums, totals, torch.empty_like(totals), kept
+    return out, sums, totals, maxima, kept
 
 
 def call_forward(
