@@ -17,7 +17,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONNOUSERSITE := 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo browser test test-all triton coverage lint format bench peers docs setup native clean
+.PHONY: demo browser prepared test test-all triton coverage lint format bench peers docs setup native clean
 
 # The stamp makes the second run immediate; it is written last, so an interrupted installation starts again.
 $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
@@ -80,7 +80,11 @@ browser:
 	    || { tail -n 5 /tmp/subquad-browser.$$$$.log; echo "browser: it could not be installed"; }; \
 	}
 
-test: setup lint browser
+# Downloads, the compiler and the type checker do not wait for each other.
+prepared: setup lint browser
+
+test:
+	@$(MAKE) --no-print-directory -j $(JOBS) prepared
 	$(BIN)/python -m pytest -n $(JOBS)
 
 # The GPU kernels under Triton's interpreter, and compiled for a GPU without having one. Triton is a download of 290 MB, in
