@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..features.calibration import Calibration, balancing_map
+from ..features.calibration import Calibration, balancing_map, calibrations
 from ..features.precision import Float32Buffers
 from ..features.random import ExponentialFeatures
 from ..mechanisms import Mechanism, create
@@ -211,7 +211,7 @@ class HeadGroups(Mechanism):
             self.balancing.calibration.update(q, k, key_mask, query_mask)
             self._spread()
             return
-        needy = [i for i, part in enumerate(self.parts()) if _calibrations(part)]
+        needy = [i for i, part in enumerate(self.parts()) if calibrations(part)]
         if not needy:
             super().calibrate(q, k)
         for i, part in enumerate(self.parts()):
@@ -228,7 +228,7 @@ class HeadGroups(Mechanism):
             return
         for i, part in enumerate(self.parts()):
             heads = self.get_buffer(f"kv_{i}")
-            for calibration in _calibrations(part):
+            for calibration in calibrations(part):
                 calibration.assign(
                     found.query_mean[heads], found.key_mean[heads], found.query_cov[heads], found.key_cov[heads],
                     found.counts,
@@ -240,7 +240,7 @@ class HeadGroups(Mechanism):
         assert self.balancing is not None
         self.balancing.refresh()
         for i, part in enumerate(self.parts()):
-            for calibration in _calibrations(part):
+            for calibration in calibrations(part):
                 self.balancing.moved(calibration, self.get_buffer(f"kv_{i}"))
             _use(part)
 
@@ -326,10 +326,6 @@ class HeadGroups(Mechanism):
 
 
 _SHAPE = ("head_dim", "heads", "kv_heads")
-
-
-def _calibrations(part: nn.Module) -> list[Calibration]:
-    return [module for module in part.modules() if isinstance(module, Calibration)]
 
 
 def _use(part: nn.Module) -> None:
