@@ -11,6 +11,7 @@
 // chunk; stepping to the chunk before multiplies it by that chunk's rho <= 1.
 #pragma once
 
+#include "features_back.h"
 #include "forward.h"
 
 namespace SQ_NS {
