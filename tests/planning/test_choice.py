@@ -8,8 +8,10 @@ import torch
 
 import subquad as sq
 from subquad.planning import cost
+from subquad.planning.candidates import ladders
 from subquad.planning.measuring import Measured, Piece
 from subquad.planning.recommendation import Choice
+from subquad.planning.study import Study
 
 D = 32
 FAST = ["performer", "taylor", "hybrid", "local"]
@@ -56,7 +58,7 @@ def data(kind, length=384, heads=2, seed=0):
     ],
 )
 def test_the_first_choice_meets_the_target(kind, target, length, monkeypatch):
-    """Measured on the same kind of data, fresh, with other draws: at most 1.2 times the target."""
+    """The very draw that it names, on fresh data of the same kind: at most 1.2 times the target."""
     q, k = data(kind)
     # The clock of a busy machine must not decide a test: softmax costs what its length says, the others the same.
     monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
@@ -67,11 +69,11 @@ def test_the_first_choice_meets_the_target(kind, target, length, monkeypatch):
     assert best.error < answer.baselines["uniform"]
     assert best.seconds == min(c.seconds for c in answer.choices if c.error <= target)
     fresh_q, fresh_k = data(kind, seed=1)
-    attend = best.create(D, 2, **({"seed": 99} if best.mechanism == "performer" else {}))
+    attend = best.create(D, 2)
     if best.needs_calibration:
         attend.calibrate(q, k)
     piece = Piece(fresh_q, fresh_k, None, tokens=384, is_causal=False, scale=None, key_mask=None, seed=3)
-    assert piece.error(attend, draws=10) <= 1.2 * target
+    assert piece.error(attend) <= 1.2 * target
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -157,7 +159,7 @@ def test_what_is_measured_at_the_length_is_not_carried_on(monkeypatch):
     assert answer.best.mechanism == "local"
     assert answer.best.error_at_length is None
     half = sq.plan((q + strong)[:, :, :2048], (k + strong)[:, :, :2048], mechanisms=[attend], length=length,
-                   target_error=0.05)  # fmt: skip
+                   target_error=0.5)  # fmt: skip
     (window,) = [c for c in half.choices if c.mechanism == "local"]
     assert window.error_at_length > 2 * window.measured_error
 
@@ -287,7 +289,7 @@ def test_readable_and_reproducible():
     lines = str(first).splitlines()
     assert any("performer (hyperbolic, num_features=" in line for line in lines)
     assert any(line.startswith("baselines") and "hermite-2" in line for line in lines)
-    assert lines[-2].startswith("measured on 200 tokens of 2 heads, 200 exact rows")
+    assert any(line.startswith("measured on 200 tokens of 2 heads, 200 exact rows") for line in lines[-3:])
     assert "from 100 to 200 tokens" in lines[-1]
 
 
@@ -312,8 +314,9 @@ def test_wrong_input(arguments, kind, message):
 def test_normalisers_that_may_cross_zero_are_not_recommended():
     """Trigonometric features on a few strong directions: most draws are good, one in many is worse than nothing."""
     q, k = data("few directions, sharp", length=256)
-    answer = sq.plan(0.75 * q, 0.75 * k, mechanisms=["performer"], target_error=0.5)
-    (trig,) = [c for c in answer.choices if c.options.get("features") == "trig"]
+    study = Study(0.75 * q, 0.75 * k, None, 0.5, 256, 0, is_causal=False, scale=None, key_mask=None)
+    every = ladders(["performer"], is_causal=False, cross=False)
+    (trig,) = study.features([ladder for ladder in every if ladder.steps[0]["features"] == "trig"])
     assert trig.predicted_error < 0.5  # by the mean of the first order it would do
     assert not trig.meets(0.5)
     assert "close to 0" in trig.note

@@ -27,6 +27,9 @@ def plan(
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     target_error: Annotated[float, typer.Option(help="Relative squared error to stay below.")] = 0.05,
     time_budget: Annotated[float | None, typer.Option(help="Seconds for one sequence with all heads.")] = None,
+    redraws: Annotated[
+        bool, typer.Option("--redraws", help="Judge the mean over draws, not the draw named by its seed.")
+    ] = False,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Also: how long a model of this many layers would take.")
     ] = None,
@@ -58,7 +61,7 @@ def plan(
         answer = subquad.plan(
             inputs.q, inputs.k, inputs.v,
             target_error=target_error, length=length, is_causal=causal, key_mask=inputs.key_mask,
-            mechanisms=names or None, time_budget=time_budget, seed=seed, on_step=step,
+            mechanisms=names or None, time_budget=time_budget, redraws=redraws, seed=seed, on_step=step,
         )  # fmt: skip
         record: dict[str, Any] = {"source": source, "machine": machine(), **answer.to_json()}
         text = f"{source}\n\n{answer}"

@@ -16,8 +16,8 @@ from ..mechanisms.base import Mechanism
 
 __all__ = ["DEGREE_1", "PLANNABLE", "SDERF", "Ladder", "ladders", "least_tokens"]
 
-# Steps of a third to a half: a number that just fails makes the next one cost little more than it had to.
-FEATURE_COUNTS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# Steps of a quarter to a third: a number that just fails makes the next one cost little more than it had to.
+FEATURE_COUNTS = (32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
 DEGREE_1 = {"mechanism": "taylor", "degree": 1, "center": True}
 SDERF = {"features": "sderf", "antithetic": True, "center": True}
 

@@ -51,6 +51,7 @@ def plan(
     key_mask: Tensor | None = None,
     mechanisms: Iterable[str | Mechanism] | None = None,
     time_budget: float | None = None,
+    redraws: bool = False,
     seed: int = 0,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
@@ -61,7 +62,9 @@ def plan(
     length:       tokens to rank times for; None = the keys given
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
-    seed:         of everything that is drawn
+    redraws:      False: a choice is one draw, named by the seed in its options, and its error is that of this draw;
+                  True: the mean over draws is judged, for a mechanism that is drawn again, as some do in training
+    seed:         of everything that is drawn; the draws to choose from have this seed and those after it
     on_step:      called with what was just judged, how many steps are done and how many there will be
 
     Takes seconds, more the first time on a machine: times are measured once and kept.
@@ -91,6 +94,7 @@ def plan(
         is_causal=is_causal,
         scale=scale,
         key_mask=mask,
+        redraws=redraws,
     )
     steps = len(candidates) + 1
     choices: list[Choice] = []
@@ -126,4 +130,6 @@ def plan(
         measured_tokens=study.piece.tokens,
         measured_heads=study.q.shape[1],
         measured_rows=study.piece.count.shape[2],
+        measured_parts=study.parts,
+        redraws=redraws,
     )

@@ -24,12 +24,12 @@ from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
 from .sampling import evenly, pick_rows
 
-__all__ = ["LEAST_DRAWS", "SLACK", "Measured", "Piece"]
+__all__ = ["CONFIDENCE", "LEAST_DRAWS", "SLACK", "Measured", "Piece"]
 
 VALUE_WIDTH = 64
 CHUNK = 1 << 22  # scores of one step of exact attention: 16 MB
 CONFIDENCE = 2.0  # standard errors
-SLACK = 1.1  # an error whose mean meets the target may be this much above it for all that was measured
+SLACK = 1.2  # an error that meets the target may be this much above it for all that was measured
 LEAST_DRAWS = 3
 
 
@@ -55,7 +55,7 @@ class Measured:
         return self.error + CONFIDENCE * self.deviation
 
     def meets(self, target: float) -> bool:
-        """The mean is within the target, and what it is unlikely to exceed is within 1.1 of it.
+        """The mean is within the target, and what it is unlikely to exceed is within 1.2 of it.
 
         >>> Measured((0.9, 1.0, 0.8), 0.05).meets(1.0), Measured((0.9, 1.9, 0.0), 0.5).meets(1.0)
         (True, False)
@@ -85,6 +85,7 @@ class Piece:
         most_scores: int | None = None,
     ) -> None:
         length, size = q.shape[2], k.shape[2]
+        self.made_up = v is None
         items = evenly(q.shape[0], max(1, min(4, tokens // max(length, size))))
         rows = slice(0, min(length, tokens)) if length == size else evenly(length, tokens)
 
@@ -157,7 +158,25 @@ class Piece:
         """Keys per sequence."""
         return self.k.shape[2]
 
-    def _squares(self, attend: Mechanism) -> Tensor:
+    def stretch(self, item: int, number: int, of: int, *, seed: int, most_scores: int | None) -> Piece:
+        """One of `of` equal stretches of one sequence: its queries against its own keys alone."""
+
+        def cut(x: Tensor, dim: int) -> Tensor:
+            return x[item : item + 1].tensor_split(of, dim)[number]
+
+        q, k = cut(self.q, 2), cut(self.k, 2)
+        mask = self.call["key_mask"]
+        return Piece(
+            *(q, k, None if self.made_up else cut(self.v, 2)),
+            tokens=max(q.shape[2], k.shape[2]),
+            is_causal=bool(self.call["is_causal"]),
+            scale=self.scale,
+            key_mask=cut(mask, 1) if isinstance(mask, Tensor) else None,
+            seed=seed,
+            most_scores=most_scores,
+        )
+
+    def squares(self, attend: Mechanism) -> Tensor:
         """Squared errors (B, Hq, R) of one run."""
         # Queries of random features do not see each other: only those compared need to run.
         alone = isinstance(attend, Kernelised) and not self.call["is_causal"] and self.index is not None
@@ -185,7 +204,7 @@ class Piece:
             for draw in range(draws):
                 if draw:
                     attend.redraw()
-                squares = self._squares(attend)
+                squares = self.squares(attend)
                 error = float(squares.sum()) / self.norm
                 found.append(error if math.isfinite(error) else math.inf)
                 if found[-1] == math.inf:

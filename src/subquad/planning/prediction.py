@@ -38,6 +38,7 @@ SECOND_ORDER = 0.15
 MOST_RARE = 1.0
 TRIG_NORMALISER = 0.02
 STEADY_NORMALISER = 0.04  # five deviations: draws show what the error is, if not the first order
+STEADY_DRAW = 1 / 16  # four: a draw that was seen to stay away from 0 on parts of the data does so on the next
 MOST_SAMPLING = 0.1
 USUAL_FEATURES = 256
 OUTPUT_KEYS = 1024
@@ -267,13 +268,13 @@ class Curve:
         normaliser = largest if trig else average / total
         return rare / total, normaliser, 3 * normaliser - 2 * skew / total, math.sqrt(variance) / total
 
-    def steady(self, num_features: int) -> bool:
+    def steady(self, num_features: int, *, redraws: bool) -> bool:
         """Whether the normaliser of every row stays away from 0; exponential features are positive, so it always does.
 
         Where trigonometric features may cross it, their error has no mean that draws could show.
         """
         trig = any(law.trig for law in self.laws.values())
-        return not trig or self._signs(num_features)[1] <= STEADY_NORMALISER
+        return not trig or self._signs(num_features)[1] <= (STEADY_NORMALISER if redraws else STEADY_DRAW)
 
     def trust(self, num_features: int | None) -> tuple[bool, str]:
         """Whether the formula holds at this number of features, and if not, why."""

@@ -31,12 +31,18 @@ def _setting(options: dict[str, Any]) -> str:
 class Choice:
     """One mechanism with its options.
 
-    predicted_error: from the closed form (`predicted_reliable` says whether it holds there) or computed exactly
-    measured_error:  on the input itself or as much of it as can be afforded, the mean over `draws` draws
-    error_at_length: where the input is shorter than the plan's length: the growth seen in the input carried on to it
-    error:           the last of these three that there is
-    error_high:      what it is unlikely to exceed: two standard errors more, of draws and of queries
-    time:            at the plan's length, on this machine; only what meets the target is timed
+    options:          with the seed of the draw of random features that was measured; the heads of a layer share it, so
+                      `create` gives the whole layer that draw
+    predicted_error:  from the closed form (`predicted_reliable` says whether it holds there) or computed exactly: for
+                      random features of the mean over draws
+    measured_error:   of this draw on the input itself or as much of it as can be afforded, with what choosing it there
+                      among `draws` draws flatters it (with redraws=True, and for clusters and buckets, which are made
+                      of the data at hand: the mean over the draws)
+    error_over_draws: the mean over these draws: what drawing again would give
+    error_at_length:  where the input is shorter than the plan's length: the growth seen in the input carried on to it
+    error:            the last of predicted, measured and at length that there is
+    error_high:       what it is unlikely to exceed: two deviations more, as stretches of the input differ
+    time:             at the plan's length, on this machine; only what meets the target is timed
     """
 
     mechanism: str
@@ -44,6 +50,7 @@ class Choice:
     predicted_error: float | None = None
     predicted_reliable: bool = True
     measured_error: float | None = None
+    error_over_draws: float | None = None
     error_at_length: float | None = None
     error_high: float | None = None
     draws: int = 0
@@ -59,7 +66,7 @@ class Choice:
         return math.inf if value is None or math.isnan(value) else value
 
     def meets(self, target: float) -> bool:
-        """Whether the error is within the target, and what it is unlikely to exceed within 1.1 of it."""
+        """Whether the error is within the target, and what it is unlikely to exceed within 1.2 of it."""
         high = self.error if self.error_high is None else self.error_high
         return self.error <= target and high <= SLACK * target
 
@@ -109,6 +116,7 @@ class Choice:
             "predicted_error": finite(self.predicted_error),
             "predicted_reliable": self.predicted_reliable,
             "measured_error": finite(self.measured_error),
+            "error_over_draws": finite(self.error_over_draws),
             "error_at_length": finite(self.error_at_length),
             "error_high": finite(self.error_high),
             "draws": self.draws,
@@ -140,6 +148,8 @@ class Plan:
     measured_tokens: int
     measured_heads: int
     measured_rows: int
+    measured_parts: int
+    redraws: bool = False
 
     def _qualifies(self, choice: Choice) -> bool:
         in_time = self.time_budget is None or choice.seconds <= self.time_budget
@@ -201,7 +211,11 @@ class Plan:
         heads = "head" if self.measured_heads == 1 else "heads"
         of = "" if self.measured_heads == self.heads else f" (of {self.heads})"
         where = f"{self.measured_tokens} tokens of {self.measured_heads} {heads}{of}, {self.measured_rows} exact rows"
-        found = [f"measured on {where} of each; 'at most' is two standard errors more, of draws and of queries"]
+        parts = f"{self.measured_parts} parts of it differ" if self.measured_parts > 1 else "queries differ"
+        found = [f"measured on {where} of each; 'at most' is two deviations more, as {parts}"]
+        if any(choice.draws > 1 for choice in self.choices):
+            named = "that of the draw named by its seed, the best of a few, beside 'any draw', the mean over those few"
+            found.append("random features: 'measured' is " + ("the mean over draws" if self.redraws else named))
         if self.length > self.measured_tokens:
             found.append(
                 f"the input has fewer tokens than {self.length}, or more than a plan runs: 'at length' carries on the "
@@ -225,6 +239,8 @@ class Plan:
             "measured_tokens": self.measured_tokens,
             "measured_heads": self.measured_heads,
             "measured_rows": self.measured_rows,
+            "measured_parts": self.measured_parts,
+            "redraws": self.redraws,
             "notes": self.notes,
         }
 
@@ -233,14 +249,15 @@ class Plan:
             return "-" if x is None else f"{x:.2g}" if math.isfinite(x) else "inf"
 
         width = max([len(choice.label) for choice in self.choices] + [10])
-        titles = f"predicted  measured  at length  at most  time at {self.length}"
+        titles = f"predicted  measured  any draw  at length  at most  time at {self.length}"
         lines = [self.verdict, "", f"{'choice':{width}}  {titles}"]
         for choice in self.choices:
             predicted = number(choice.predicted_error) + ("" if choice.predicted_reliable else " ?")
             time = "-" if choice.time is None else str(choice.time)
             mark = "*" if choice is self.best else " "
             end = f"{time}  {choice.note}".rstrip()
-            errors = f"{predicted:>9}  {number(choice.measured_error):>8}  {number(choice.error_at_length):>9}"
+            errors = f"{predicted:>9}  {number(choice.measured_error):>8}  {number(choice.error_over_draws):>8}"
+            errors += f"  {number(choice.error_at_length):>9}"
             lines.append(f"{choice.label:{width}}{mark} {errors}  {number(choice.error_high):>7}  {end}")
         shown = ", ".join(f"{name} {value:.2g}" for name, value in self.baselines.items())
         lines.append(f"{'baselines, error of the ' + self.criterion}: {shown}")
