@@ -5,6 +5,7 @@
     python benchmarks/tasks.py images --data MNIST        bits per dimension at equal steps, 14 x 14 (--size 28: whole)
     python benchmarks/tasks.py generation                 values per second at 28 x 28: recurrent, KV cache, recomputed
     python benchmarks/tasks.py speech --data WAVS         word error rates at equal parameters, and the time of a step
+    python benchmarks/tasks.py speech-steps --data WAVS   the time of a step alone
     python benchmarks/tasks.py text --data FILE           bits per byte, causal
     python benchmarks/tasks.py masked --data FILE         bits per byte, masked
     python benchmarks/tasks.py protein --data FASTA       perplexity, both directions and left to right
@@ -19,25 +20,26 @@ import argparse
 import json
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tasks_speed import generation, step_times
 
-from subquad.lab import interleave, machine, write_json
-from subquad.tasks.images import Images
+from subquad.lab import machine, write_json
+from subquad.lab.measure import CLOCKS
+from subquad.tasks.base import generator_for
 from subquad.train import Run, Running
-from subquad.train.choices import parse_mechanism
+from subquad.train.choices import label_of, parse_mechanism
 from subquad.train.compare import compare, comparison_table
-from subquad.train.data import validation_batches
 
 NEAR_AND_FAR = '{"mechanism": "hybrid", "window": 12, "sinks": 0, "far": {"mechanism": "linear"}}'
 HYBRID = '{"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {"mechanism": "linear"}}'
 
 # Minutes of one core per mechanism; heads of width 32, which is also how many features 'linear' has.
 SMALL = {"layers": 2, "heads": 2, "dim": 64}
+SPEECH_MODEL = {**SMALL, "layers": 3}
 
 
 def parsed(*texts: str) -> list[Any]:
@@ -46,6 +48,11 @@ def parsed(*texts: str) -> list[Any]:
 
 def log(text: str, done: int, total: int) -> None:
     print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
+
+
+def begun(folder: Path) -> bool:
+    """Whether an earlier call has trained something there."""
+    return any(folder.glob("*/run.json"))
 
 
 def stop_if_interrupted(result: dict[str, Any]) -> None:
@@ -62,7 +69,7 @@ def table(run: Run, mechanisms: list[Any], out: Path, seeds: int = 1) -> dict[st
     for seed in range(first, first + seeds):
         one = replace(run, model={**run.model, "seed": seed}, settings=replace(run.settings, seed=seed))
         folder = out / f"seed-{seed}" if seeds > 1 else out
-        results.append(compare(one, mechanisms, folder, resume=True, running=running, on_log=log))
+        results.append(compare(one, mechanisms, folder, resume=begun(folder), running=running, on_log=log))
         print(comparison_table(results[-1]), flush=True)
         stop_if_interrupted(results[-1])
     print(markdown(run, results), flush=True)
@@ -114,25 +121,30 @@ def copy(args: argparse.Namespace) -> None:
 
 
 def features(args: argparse.Namespace) -> None:
-    """Accuracy of linear and performer by M, and the least M of each with 99 %."""
-    rows: dict[str, dict[int, float]] = {"linear": {}, "performer": {}}
-    for count in (4, 8, 16, 32, 64, 128):
-        # The features of 'linear' are the width of its head; performer keeps a head of 16 and draws more features.
-        for name, choice, width in (
-            ("linear", "linear", count),
-            ("performer", {"mechanism": "performer", "num_features": count}, 16),
-        ):
-            run = run_of("copy", args, {"head_dim": width}, {"steps": 2000, "batch": 32, "valid_every": 500})
-            result = compare(run, [choice], args.out / f"{name}-{count}", resume=True, on_log=log,
-                             running=Running(log_every=500, save_every=500, tensorboard=False, keep=1))  # fmt: skip
-            stop_if_interrupted(result)
-            (only,) = result["runs"].values()
-            rows[name][count] = only["metrics"]["accuracy"]
-            print(f"{name} M={count}: accuracy {rows[name][count]:.4f}", flush=True)
-            write_json(args.out / "features.json", {"accuracy": rows, "machine": machine()})
+    """Accuracy of linear and performer by M, the least M of each with 99 %, and softmax with a head of 16."""
+    counts = args.counts
+    # The features of 'linear' are the width of its head; performer keeps a head of 16 and draws more features.
+    plan = [("linear", count, "linear", count) for count in counts]
+    plan += [("performer", count, {"mechanism": "performer", "num_features": count}, 16) for count in counts]
+    plan += [("softmax", 16, "softmax", 16)] if 16 in counts else []
+    rows: dict[str, dict[int, float]] = {}
+    running = Running(log_every=500, save_every=500, tensorboard=False, keep=1)
+    for name, count, choice, width in sorted(plan, key=lambda one: one[1]):
+        run = run_of("copy", args, {"head_dim": width}, {"steps": 2000, "batch": 32, "valid_every": 500})
+        folder = args.out / f"{name}-{count}"
+        result = compare(run, [choice], folder, resume=begun(folder), on_log=log, running=running)
+        stop_if_interrupted(result)
+        (only,) = result["runs"].values()
+        rows.setdefault(name, {})[count] = only["metrics"]["accuracy"]
+        print(f"{name} M={count}: accuracy {rows[name][count]:.4f}", file=sys.stderr, flush=True)
+        write_json(args.out / "features.json", {"accuracy": rows, "machine": machine()})
+    print(f"{run.settings.steps} steps of batch {run.settings.batch}, {run.settings.valid_examples} unseen sequences\n")
+    print("| accuracy with M features | " + " | ".join(map(str, counts)) + " | 99 % from |")
+    print("|---" * (len(counts) + 2) + "|")
     for name, row in rows.items():
+        cells = [f"{row[count]:.3f}" if count in row else "" for count in counts]
         enough = [count for count, accuracy in row.items() if accuracy >= 0.99]
-        print(f"{name}: 99 % at M = {min(enough)}" if enough else f"{name}: 99 % is not reached up to M = {max(row)}")
+        print(f"| {name} | " + " | ".join([*cells, f"M = {min(enough)}" if enough else "not reached"]) + " |")
 
 
 def images(args: argparse.Namespace) -> None:
@@ -141,79 +153,63 @@ def images(args: argparse.Namespace) -> None:
     lsh = "lsh:rounds={}:buckets=16:bucket_size=16"
     run = run_of("images", args, SMALL, settings, size=args.size, samples=0)
     mechanisms = parsed("softmax", "linear", "performer:num_features=64", lsh.format(1), lsh.format(4))
+    print(f"| values counted by the one before, no model | {counted(run):.3f} |", flush=True)
     table(run, mechanisms, args.out, args.seeds)
 
 
-def generation(args: argparse.Namespace) -> None:
-    """Values per second at size x size: the recurrent form against softmax with its cache and without."""
-    length = args.size**2
-    models = {}
-    for name in ("linear", "performer", "softmax"):
-        torch.manual_seed(0)
-        task = Images(size=args.size)
-        models[name] = task.build(
-            {**task.model, "layers": 8, "heads": 8, "dim": 256, "mechanism": name, "seed": 0}
-        ).eval()
-    nothing = torch.zeros(args.batch or 16, 0, dtype=torch.int64)
-    rows: dict[str, Any] = {"machine": machine(), "batch": len(nothing), "size": args.size, "values_per_second": {}}
-    for name, label, recompute in (
-        ("linear", "linear, recurrent", False),
-        ("performer", "performer, recurrent", False),
-        ("softmax", "softmax, KV cache", False),
-        ("softmax", "softmax, recomputed", True),
-        ("linear", "linear, recomputed", True),
-    ):
-        begin = time.perf_counter()
-        if recompute:
-            # A pass over n values costs the same whichever they are: sixteen lengths, weighted, give the whole.
-            seconds = 0.0
-            step = max(length // 16, 1)
-            for prefix in range(step // 2, length, step):
-                values = torch.randint(0, 256, (len(nothing), prefix))
-                begin = time.perf_counter()
-                models[name].complete(values, prefix + 1, recompute=True)
-                seconds += step * (time.perf_counter() - begin)
-        else:
-            models[name].complete(nothing, length, generator=torch.Generator().manual_seed(0))
-            seconds = time.perf_counter() - begin
-        rows["values_per_second"][label] = len(nothing) * length / seconds
-        print(
-            f"{label}: {rows['values_per_second'][label]:.1f} values/s ({seconds:.1f} s for {len(nothing)} images)",
-            flush=True,
+def counted(run: Run, images: int = 10_000) -> float:
+    """Bits per dimension of P(value | the one before) as counted in training images: what needs no attention.
+
+    A pair that was rarely seen leans on how frequent its value is alone (one imagined observation).
+    """
+
+    def values(split: str, count: int) -> torch.Tensor:
+        examples = run.task.examples(split)
+        return torch.stack(
+            [examples.item(i, generator_for(split, 0, i))["values"] for i in range(min(count, len(examples)))]
         )
-        write_json(args.out / "generation.json", rows)
-    ratio = rows["values_per_second"]["linear, recurrent"] / rows["values_per_second"]["softmax, recomputed"]
-    print(f"linear recurrent / softmax recomputed: {ratio:.1f}x")
+
+    pairs, single = torch.zeros(256 * 256, dtype=torch.float64), torch.ones(256, dtype=torch.float64)
+    seen = values("train", images)
+    pairs += torch.bincount((256 * seen[:, :-1] + seen[:, 1:]).flatten(), minlength=256 * 256)
+    single += torch.bincount(seen.flatten(), minlength=256)
+    single /= single.sum()
+    table = pairs.view(256, 256)
+    table = (table + single) / (table.sum(-1, keepdim=True) + 1)
+    new = values("valid", run.settings.valid_examples)
+    bits = -torch.cat([single[new[:, :1]], table[new[:, :-1], new[:, 1:]]], 1).log2()
+    return float(bits.mean())
+
+
+def speech_mechanisms() -> list[Any]:
+    return parsed("softmax", "linear", "performer:num_features=64", NEAR_AND_FAR, "bilstm")
 
 
 def speech(args: argparse.Namespace) -> None:
     """Each mechanism with each of the learning rates; the best of each counts."""
-    mechanisms = parsed("softmax", "linear", "performer:num_features=64", NEAR_AND_FAR, "bilstm")
+    mechanisms = speech_mechanisms()
     best: dict[str, tuple[float, float]] = {}
     for rate in args.rates:
         settings = {"steps": 400, "batch": 8, "valid_every": 200, "valid_examples": 128, "lr": rate}
-        run = run_of("speech", args, {**SMALL, "layers": 3}, settings)
+        run = run_of("speech", args, SPEECH_MODEL, settings)
         result = table(run, mechanisms, args.out / f"lr-{rate:g}")
         for label, one in result["runs"].items():
             best[label] = min(best.get(label, (math.inf, rate)), (one["metrics"]["word_error_rate"], rate))
     print("| word error rate | best of the learning rates | at | relative to softmax |\n|---|---|---|---|")
     for label, (error, rate) in best.items():
         print(f"| {label} | {error:.3f} | {rate:g} | {error / best['softmax'][0]:.2f} |", flush=True)
-    # The time of a step at the lengths used, interleaved: the seconds of the runs met different neighbours.
-    batch, _ = next(validation_batches(run.task, run.task.examples("valid"), count=8, share=8, process=0, processes=1))
-    calls = {}
-    for label, choice in zip(result["runs"], mechanisms, strict=True):
-        model = replace(run, model={**run.model, "mechanism": choice}).build()
-        calls[label] = lambda model=model: model(batch)["loss"].backward()
-    timings = interleave(calls, runs=5)
+    # Timed apart from the runs, whose seconds met different neighbours.
+    timings = step_times(run, dict(zip(result["runs"], mechanisms, strict=True)), args)
     result["step"] = {label: timing.as_dict() for label, timing in timings.items()}
     write_json(args.out / "comparison.json", result)
-    frames = batch["frames"].shape[1] // run.task.stride  # type: ignore[attr-defined]
-    for label, timing in timings.items():
-        relative = timing.best / timings["softmax"].best
-        print(
-            f"{label}: {timing.best * 1e3:.0f} ms for 8 utterances of up to {frames} frames, {relative:.2f} of softmax"
-        )
+
+
+def speech_steps(args: argparse.Namespace) -> None:
+    """Only the time of a step, nothing trained."""
+    run = run_of("speech", args, SPEECH_MODEL, {"batch": 8})
+    timings = step_times(run, {label_of(choice): choice for choice in speech_mechanisms()}, args)
+    data = {"machine": machine(), "clock": args.clock, "step": {k: timing.as_dict() for k, timing in timings.items()}}
+    write_json(args.out / "steps.json", data)
 
 
 def text(args: argparse.Namespace) -> None:
@@ -248,7 +244,7 @@ def listops(args: argparse.Namespace) -> None:
 
 
 def documents(args: argparse.Namespace) -> None:
-    labels(args, "documents", {"steps": 1000, "batch": 16, "valid_every": 250, "valid_examples": 256}, length=256)
+    labels(args, "documents", {"valid_every": 100})
 
 
 def labels(args: argparse.Namespace, task: str, settings: dict[str, Any], **options: Any) -> None:
@@ -257,8 +253,8 @@ def labels(args: argparse.Namespace, task: str, settings: dict[str, Any], **opti
 
 
 COMMANDS = {
-    f.__name__: f
-    for f in (copy, features, images, generation, speech, text, masked, protein, listops, documents)
+    f.__name__.replace("_", "-"): f
+    for f in (copy, features, images, generation, speech, speech_steps, text, masked, protein, listops, documents)
 }  # fmt: skip
 
 
@@ -273,8 +269,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--valid-every", type=int)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="learning rates (speech)")
+    parser.add_argument("--counts", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128], help="features (features)")
     parser.add_argument("--size", type=int, help="side of an image (images: 14, generation: 28)")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="of generation and speech-steps")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -194,12 +194,26 @@ def test_listops_files(tmp_path: Path) -> None:
 
 
 def test_letters_are_signed_by_their_writer_or_not() -> None:
-    task = Documents(length=200)
-    for draw in range(40):
-        one = item(task, "train", draw=draw)
-        text = bytes(one["tokens"].tolist()).decode()
-        assert (text.split()[0] == text.split()[-1]) == bool(one["label"])
-        assert 120 < len(text) <= 200
+    for writers in (2, 8):
+        task = Documents(length=200, writers=writers)
+        names: set[str] = set()
+        lengths: dict[str, list[int]] = {"train": [], "valid": []}
+        for split in ("train", "valid"):
+            for draw in range(100):
+                one = item(task, split, draw=draw)
+                text = bytes(one["tokens"].tolist()).decode()
+                assert (text.split()[0] == text.split()[-1]) == bool(one["label"])
+                names.add(text.split()[0])
+                lengths[split].append(len(text))
+        assert len(names) == writers
+        # Names of one length, so that how long a letter is tells nothing; short ones are for training only.
+        assert {len(name) for name in names} == {3}
+        assert min(lengths["train"]) < 80
+        assert max(lengths["train"]) > 120
+        assert min(lengths["valid"]) > 150
+        assert max(lengths["valid"]) <= 200
+    with pytest.raises(ValueError, match=r"writers=9.*2 to 8"):
+        Documents(writers=9)
 
 
 def test_folders_of_labelled_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from subquad.tasks import get_task
 from subquad.train import Run, Running, Settings, load_trained, train
 from subquad.train import memory as memory_module
+from subquad.train.compare import compare
 from subquad.train.data import batches, order, validation_batches
 from subquad.train.records import read_records
 from subquad.train.settings import learning_rate
@@ -116,6 +118,31 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path: Path) -> None:
     assert train(tiny(), tmp_path, running=QUICK, resume=True).status == "finished"
 
 
+def test_resuming_where_no_run_is_starts_nothing_and_names_the_runs_beside(tmp_path: Path) -> None:
+    train(tiny(steps=1), tmp_path / "copy-linear", running=QUICK)
+    with pytest.raises(ValueError, match=r"copy-linea' holds no run.*leave out --resume.*beside it: 'copy-linear'$"):
+        train(tiny(steps=1), tmp_path / "copy-linea", running=QUICK, resume=True)
+    with pytest.raises(ValueError, match=r"both' holds no run"):
+        compare(tiny(steps=1), ["linear", "softmax"], tmp_path / "both", running=QUICK, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy-linear"]
+
+
+def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
+    said: list[tuple[str, int, int]] = []
+
+    def resume() -> tuple[str, int, int]:
+        said.clear()
+        train(tiny(), tmp_path, running=QUICK, resume=True, on_log=lambda *line: said.append(line))
+        return said[0]
+
+    train(tiny(), tmp_path, running=QUICK)
+    assert resume() == ("finished before, nothing is left to train", 6, 6)
+    shutil.rmtree(tmp_path / "checkpoints/step-00000006")
+    assert resume() == ("resumed at step 4", 4, 6)
+    shutil.rmtree(tmp_path / "checkpoints")  # killed before the first was complete
+    assert resume() == ("no step of this run was kept, it starts at step 0", 0, 6)
+
+
 def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -152,7 +179,7 @@ def test_a_batch_that_does_not_fit_names_its_size_and_the_knobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = 3 << 20
-    monkeypatch.setattr(memory_module, "available_memory", lambda device: free)
+    monkeypatch.setattr(memory_module, "free_memory", lambda device: free)
     with pytest.raises(
         ValueError, match=r"need about \d+\.\d+ GiB.*at most \d+ examples.*--batch.*--accumulate"
     ) as caught:
@@ -160,6 +187,16 @@ def test_a_batch_that_does_not_fit_names_its_size_and_the_knobs(
     assert not (tmp_path / "a").exists()
     fits = int(str(caught.value).split("at most ")[1].split()[0])
     assert train(tiny(batch=fits, steps=1), tmp_path / "b", running=QUICK).status == "finished"
+
+
+def test_unknown_free_memory_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "available_memory", lambda: None)
+    huge, cpu = memory_module.MemoryEstimate(1 << 60, 1 << 60), torch.device("cpu")
+    memory_module.refuse_batch(huge, 1, cpu)
+    assert "free is unknown" in str(memory_module.out_of_memory(huge, 1, cpu, "no"))
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 1 << 30)
+    with pytest.raises(ValueError, match=r"1\.00 GiB are free; not even one"):
+        memory_module.refuse_batch(huge, 1, cpu)
 
 
 def test_the_memory_estimate_is_what_autograd_keeps() -> None:
@@ -189,6 +226,7 @@ def test_memory_that_runs_out_later_says_the_same(tmp_path: Path, monkeypatch: p
         train(tiny(), tmp_path, running=QUICK)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on one core
 def test_workers_give_the_same_batches_and_end_with_the_run(tmp_path: Path) -> None:
     for workers in (0, 2):
         running = Running(tensorboard=False, workers=workers)
@@ -208,6 +246,7 @@ def fail_with_workers(run: Run) -> None:
         raise RuntimeError("stop here")
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on one core
 def test_workers_end_when_the_run_fails() -> None:
     with pytest.raises(RuntimeError, match="stop here"):
         fail_with_workers(tiny())

@@ -27,10 +27,11 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-# What a container may use and uses, in both versions of control groups.
+# What a container may use, what it uses, and where the part of that is which the kernel gives back when it is asked for
+# (pages of files that were read), in both versions of control groups.
 _CONTAINER = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
@@ -39,6 +40,14 @@ def _number(path: str) -> int | None:
         return int(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or "max"
         return None
+
+
+def _file_pages(path: str, name: str) -> int:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), 0)
 
 
 def available_memory() -> int | None:
@@ -58,10 +67,12 @@ def available_memory() -> int | None:
             import psutil
 
             free = int(psutil.virtual_memory().available)
-    for pair in _CONTAINER:
-        limit, used = (_number(f"/sys/fs/cgroup/{name}") for name in pair)
+    for *pair, stat, name in _CONTAINER:
+        limit, used = (_number(f"/sys/fs/cgroup/{file}") for file in pair)
         if limit is not None and used is not None:
-            free = limit - used if free is None else min(free, limit - used)
+            # Data that were only read through a memory map count as used, and would fill any container.
+            inside = limit - used + min(_file_pages(f"/sys/fs/cgroup/{stat}", name), used)
+            free = inside if free is None else min(free, inside)
     return free
 
 

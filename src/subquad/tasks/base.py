@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..features.seeded import mix
-from ..nn.attention import MultiheadAttention
+from ..nn.attention import calibrating
 from ..nn.stack import Model
 
 __all__ = [
@@ -120,19 +120,10 @@ class TaskModel(nn.Module, ABC):
             if isinstance(module, Model):
                 module.redraw()
 
-    @torch.no_grad()
     def calibrate(self, batch: Batch) -> None:
         """Give queries and keys of a batch to the mechanisms that need them (centring, SDERF); others ignore them."""
-        layers = [module for module in self.modules() if isinstance(module, MultiheadAttention)]
-        training = self.training
-        try:
-            for layer in layers:
-                layer.calibrating = True
-            self.train()(batch)
-        finally:
-            for layer in layers:
-                layer.calibrating = False
-            self.train(training)
+        with calibrating(self):
+            self(batch)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@
 
 or a data set of the hub with a column of text and one of labels, `hub:NAME:column=text:label=label`.
 
-Built in are synthetic letters whose label needs the first sentence and the last one: does the person who writes sign?
+Built in are synthetic letters whose label needs the first word and the last one: does the person who writes sign?
+Neither name tells it alone. Letters to train on have all lengths, so that in some the two names stand near each other;
+those for validation are as long as `length` allows.
 Byte-level document classification is one of the tasks of Tay et al., "Long Range Arena", 2021.
 """
 
@@ -25,7 +27,8 @@ from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Documents"]
 
-NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal")
+# Of one length: how long a letter is must not tell who signed.
+NAMES = ("Ada", "Bea", "Cyd", "Dot", "Eve", "Flo", "Gus", "Hal")
 _FILLER = (
     "The road was long and the rain did not stop. ", "We counted the boats in the harbour twice. ",
     "Nothing came of it in the end. ", "The garden is full of weeds again. ", "There was bread, and a little cheese. ",
@@ -36,6 +39,8 @@ _FILLER = (
 @dataclass(frozen=True)
 class _Letters:
     length: int
+    writers: int
+    split: str
 
     def __len__(self) -> int:
         return UNLIMITED
@@ -43,10 +48,12 @@ class _Letters:
     def item(self, index: int, generator: torch.Generator) -> Batch:
         """tokens (n,), n at most `length`; label 1 if the name at the end is the one at the beginning."""
         label = int(torch.randint(2, (), generator=generator))
-        first = int(torch.randint(len(NAMES), (), generator=generator))
-        shift = 0 if label else 1 + int(torch.randint(len(NAMES) - 1, (), generator=generator))
-        begin, end = f"{NAMES[first]} writes. ", f"Signed: {NAMES[(first + shift) % len(NAMES)]}"
+        first = int(torch.randint(self.writers, (), generator=generator))
+        shift = 0 if label else 1 + int(torch.randint(self.writers - 1, (), generator=generator))
+        begin, end = f"{NAMES[first]} writes. ", f"Signed: {NAMES[(first + shift) % self.writers]}"
         room = self.length - len(begin) - len(end)
+        if self.split == "train":
+            room = int(torch.randint(room + 1, (), generator=generator))
         middle = ""
         while True:
             sentence = _FILLER[int(torch.randint(len(_FILLER), (), generator=generator))]
@@ -144,24 +151,31 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
 
 @dataclass(frozen=True)
 class Documents(Task):
-    """Texts of the folder or data set `data`, the first `length` bytes of each; or synthetic letters of that length."""
+    """Texts of the folder or data set `data`, the first `length` bytes of each; or synthetic letters of that length.
+
+    `writers` people write the letters: with two a model has learned them in a few hundred steps, more are harder.
+    """
 
     name: ClassVar[str] = "documents"
     metric: ClassVar[str] = "accuracy"
     larger_is_better: ClassVar[bool] = True
-    model: ClassVar[dict[str, Any]] = {"layers": 4, "heads": 4, "dim": 64}
-    training: ClassVar[dict[str, Any]] = {"steps": 2000, "batch": 16, "lr": 1e-3, "warmup": 100, "valid_examples": 256}
+    model: ClassVar[dict[str, Any]] = {"layers": 2, "heads": 2, "dim": 64}
+    training: ClassVar[dict[str, Any]] = {"steps": 400, "batch": 16, "lr": 2e-3, "warmup": 100, "valid_examples": 256}
 
     data: str | None = None
-    length: int = 512
+    length: int = 256
+    writers: int = 2
 
     def __post_init__(self) -> None:
         checks.check_positive("length", self.length, least=64)
+        checks.check_positive("writers", self.writers, least=2)
+        if self.writers > len(NAMES):
+            raise ValueError(f"writers={self.writers}: the letters have {len(NAMES)} names; expected 2 to {len(NAMES)}")
 
     def examples(self, split: str) -> Examples:
         """Letters without end, or files."""
         if self.data is None:
-            return _Letters(self.length)
+            return _Letters(self.length, self.writers, split)
         if is_hub(self.data):
             return _open_table(self.data, split, self.length)
         _, paths, labels = _find(self.data, split)

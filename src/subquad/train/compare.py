@@ -14,7 +14,7 @@ from .choices import label_of
 from .distributed import is_first_process
 from .loop import OnLog, Outcome, train
 from .records import read_records
-from .run import Run
+from .run import Run, nothing_to_resume
 from .settings import Running
 
 __all__ = ["compare", "comparison_table", "draw_curves"]
@@ -40,6 +40,8 @@ def compare(
     labels = [label_of(choice) for choice in mechanisms]
     if len(set(labels)) != len(labels) or not labels:
         raise ValueError(f"--compare needs one or more different mechanisms, got {labels}")
+    if resume and not any((folder / label / "run.json").is_file() for label in labels):
+        raise ValueError(nothing_to_resume(folder))
     # All of them before the first: a wrong name in the fifth must not cost the time of four.
     runs = [replace(run, model={**run.model, "mechanism": choice}) for choice in mechanisms]
     for one in runs:
@@ -104,7 +106,8 @@ def draw_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
                 axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) == 1 else None)
         axes.set(xlabel="steps", ylabel=f"{name.replace('_', ' ')} ({'validation' if kind == 'valid' else 'training'})")
         axes.grid(alpha=0.3)
-    left.legend()
+    if left.lines:  # none while a run has not been validated
+        left.legend()
     figure.suptitle(f"{result['task']}: the same data, order and settings")
     paths = [folder / "curves.png", folder / "curves.svg"]
     for path in paths:

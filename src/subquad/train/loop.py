@@ -90,6 +90,13 @@ def _parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, An
     return [{"params": params, "weight_decay": decays[kind]} for kind, params in groups.items() if params]
 
 
+def _where(step: int, steps: int) -> str:
+    """What a resumed run says first."""
+    if step >= steps:
+        return "finished before, nothing is left to train"
+    return f"resumed at step {step}" if step else "no step of this run was kept, it starts at step 0"
+
+
 @contextmanager
 def _interrupts(enabled: bool) -> Iterator[list[int]]:
     """A list that Ctrl-C and termination put their number into, instead of stopping in the middle of a step.
@@ -151,6 +158,8 @@ class _Training:
         self.redraw = RedrawSchedule(module, self.settings.redraw_every) if self.settings.redraw_every else None
         self.snapshot = Snapshot(self.folder / "checkpoints", module, self.model, self.optimizer, self.workers)
         step = self._restore()
+        if resume and self.workers.is_main:
+            self.on_log(_where(step, self.settings.steps), step, self.settings.steps)
         return self._loop(step, module, parameters)
 
     def _first_batch(self, count: int) -> Batch:

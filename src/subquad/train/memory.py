@@ -6,17 +6,16 @@ goes forward, times the examples computed at a time; what an operator needs for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..lab.memory import available_memory
 from ..tasks.base import Batch
 
-__all__ = ["MemoryEstimate", "available_memory", "estimate_memory", "is_out_of_memory", "out_of_memory", "refuse_batch"]
+__all__ = ["MemoryEstimate", "estimate_memory", "free_memory", "is_out_of_memory", "out_of_memory", "refuse_batch"]
 
 GIB = 1 << 30
 
@@ -65,43 +64,30 @@ def estimate_memory(model: nn.Module, batch: Batch) -> MemoryEstimate:
     return MemoryEstimate(4 * weights, sum(kept.values()) // examples)
 
 
-def _cgroup_free() -> Iterable[int]:
-    """What a container may still take, where it has a limit."""
-    root = Path("/sys/fs/cgroup")
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            yield int((root / limit).read_text()) - int((root / used).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes on `device`; for the CPU the smaller of the machine's and the container's; None if unknown."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_memory()
 
 
-def available_memory(device: torch.device) -> int:
-    """Free bytes on `device`; for the CPU the smaller of the machine's and the container's."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return min([int(psutil.virtual_memory().available), *(free for free in _cgroup_free() if free > 0)])
-
-
-def _message(estimate: MemoryEstimate, examples: int, free: int, what: str) -> str:
-    room = (free - estimate.fixed) // max(estimate.example, 1)
-    advice = f"at most {room} examples at a time fit" if room >= 1 else "not even one example fits: use a smaller model"
+def _message(estimate: MemoryEstimate, examples: int, free: int | None, what: str) -> str:
+    if free is None:
+        there = "how much is free is unknown"
+    else:
+        room = (free - estimate.fixed) // max(estimate.example, 1)
+        advice = f"at most {room} examples at a time fit" if room >= 1 else "not even one fits: use a smaller model"
+        there = f"{free / GIB:.2f} GiB are free; {advice}"
     return (
         f"{what}: {examples} examples at a time need about {estimate.total(examples) / GIB:.2f} GiB "
         f"({estimate.fixed / GIB:.2f} for weights and optimiser, {estimate.example / GIB:.3f} per example), "
-        f"{free / GIB:.2f} GiB are free; {advice}. Lower --batch, raise --accumulate (the same result in smaller "
+        f"{there}. Lower --batch, raise --accumulate (the same result in smaller "
         "parts), shorten the examples, or use --checkpoint-activations"
     )
 
 
 def refuse_batch(estimate: MemoryEstimate, examples: int, device: torch.device) -> None:
     """Raise where so many examples at a time do not fit, with the estimate and what to change."""
-    free = available_memory(device)
-    if estimate.total(examples) > free:
+    free = free_memory(device)
+    if free is not None and estimate.total(examples) > free:
         raise ValueError(_message(estimate, examples, free, "the batch does not fit in memory"))
 
 
@@ -115,4 +101,4 @@ def out_of_memory(estimate: MemoryEstimate | None, examples: int, device: torch.
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     if estimate is None:
         return ValueError(f"out of memory ({first}); lower --batch or raise --accumulate")
-    return ValueError(_message(estimate, examples, available_memory(device), f"out of memory ({first})"))
+    return ValueError(_message(estimate, examples, free_memory(device), f"out of memory ({first})"))

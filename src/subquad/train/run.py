@@ -15,7 +15,7 @@ from ..tasks.base import Task, TaskModel
 from . import checkpoint
 from .settings import Settings
 
-__all__ = ["RUN_VERSION", "Run", "load_trained"]
+__all__ = ["RUN_VERSION", "Run", "load_trained", "nothing_to_resume"]
 
 RUN_VERSION = 1
 
@@ -82,7 +82,10 @@ class Run:
         return self.task.build(self.model)
 
     def claim(self, folder: Path, *, resume: bool) -> None:
-        """Make `folder` this run's, or make sure that it is; nothing is written where it is another's."""
+        """Make `folder` this run's, or make sure that it is; nothing is written where it is another's.
+
+        `resume` needs a run there: one that starts anew because of a mistyped folder is noticed hours later.
+        """
         path = folder / "run.json"
         mine = json.loads(json.dumps(self.to_dict()))
         if path.is_file():
@@ -103,7 +106,20 @@ class Run:
             raise ValueError(
                 f"{str(folder)!r} exists and is not a run's folder, nothing was changed; give another --out"
             )
+        if resume:
+            raise ValueError(nothing_to_resume(folder))
         write_json(path, mine)
+
+
+def nothing_to_resume(folder: Path) -> str:
+    """What to tell someone who wants to resume where no run is; names the runs beside it."""
+    beside = sorted({path.parent.name for path in folder.parent.glob("*/run.json")})
+    some = ", ".join(repr(name) for name in beside[:8]) + (", ..." if len(beside) > 8 else "")
+    return (
+        f"--resume: {str(folder)!r} holds no run, nothing was started; give the --out of the run (or the --mechanism "
+        "it was started with, which names its folder), or leave out --resume to start one at step 0"
+        + (f". Runs beside it: {some}" if some else "")
+    )
 
 
 def _read(folder: Path) -> dict[str, Any]:
