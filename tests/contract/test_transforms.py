@@ -78,4 +78,5 @@ def test_compiles_with_inductor(first_case, dtype):
         torch._dynamo.reset()
         compiled = torch.compile(attn, fullgraph=True)
         got, want = compiled(q, k, v, is_causal=is_causal), attn(q, k, v, is_causal=is_causal)
-        assert (got - want).abs().max() <= (1e-10 if dtype == torch.float64 else 1e-5)
+        exact = dtype == torch.float64 and first_case.backend is None  # the native kernels compute in float32
+        assert (got - want).abs().max() <= (1e-10 if exact else 1e-5)

@@ -219,7 +219,9 @@ def _tables(choices: Choices, real: Tensor | None, length: int, keys: int) -> tu
 
     Keys that nothing sees have the largest position there is, and so has the one past the end.
     """
-    kind = torch.int16 if max(length, keys, choices.chunks) < 32000 else torch.int32
+    # Half the memory traffic of int32; but torch's compiler writes C++ for 16-bit minima that does not compile.
+    small = max(length, keys, choices.chunks) < 32000 and not torch.compiler.is_compiling()
+    kind = torch.int16 if small else torch.int32
     beyond = torch.iinfo(kind).max
 
     def table(chunks: Tensor, hidden: Tensor | None, empty: int) -> Tensor:
