@@ -2,6 +2,11 @@
 
 from typing import Any
 
+HISTORY = (
+    "Nothing was changed because of the kinds held out; two that led to a change count as developed since then, and",
+    "results of an earlier planner on all of them were known (`benchmarks/planning_kinds.py`).",
+    "",
+)
 CAPTURED = (
     "With `--model` and `--text` it also captures queries, keys and values of a pretrained model's layers: the sample",
     "from the first fifth of a text, the fresh inputs from the others; their errors are those of the outputs.",
@@ -70,6 +75,7 @@ def page(record: dict[str, Any]) -> str:
         "draws meets it. The last column is the same with the fastest setting in hindsight: it meets the target there",
         "with the draw that was best on the sample, without a margin for inputs that differ.",
         "",
+        *HISTORY,
         *CAPTURED * any(kind["group"].startswith("captured") for kind in record["kinds"]),
         f"Machine: {host['processor']}, {host['cores']} cores, threads: {host['threads']}, torch {host['torch']},",
         f"load at the start {host['load_1min']:.1f}." + ("" if record["complete"] else " The run was not complete."),
