@@ -163,66 +163,89 @@ def hadamard(length: int, repeats: int) -> list[Results]:
 
 
 def decode(repeats: int) -> list[Results]:
-    """One token for every head, step after step as in generation: native, the library's part of it, torch, a copy."""
+    """One token for every head, step after step as in generation: native, the library's part of it, torch, a copy.
+
+    One layer alone finds its state in the cache again; in a model the other layers have pushed it out.
+    """
     rows = []
     print(
-        f"\ndecode step, H{HEADS} D64 M{FEATURES} (targets: 3x torch at batch 1, 2x the copy of the state at batch 16)"
+        f"\ndecode step of a layer, H{HEADS} D64 M{FEATURES}"
+        " (targets: 3x torch at batch 1, 2x the copy of the state at batch 16)"
     )
     phi = make("hyperbolic", 64)
-    for batch in (1, 16):
+    for batch, layers in ((1, 1), (1, 12), (16, 1), (16, 12)):
         q, k, v = inputs(200, 64, batch)
-        shape = (batch, HEADS, FEATURES, 64)
-        empty = LinearState.empty(*shape, v, per_key_scale=phi.per_key_scale)
+        empty = LinearState.empty(batch, HEADS, FEATURES, 64, v, per_key_scale=phi.per_key_scale)
         with torch.inference_mode():
             state = native.absorb(phi, k, v, empty, scale=0.125)
-            q1, k1, v1 = (x[:, :, :1].contiguous() for x in (q, k, v))
-            there, back = state.weighted.clone(), state.weighted.clone()
-
-            def steps(backend: Any, x: Any = (q1, k1, v1), state: LinearState = state) -> None:
-                for _ in range(STEPS):
-                    _, state = backend.causal(phi, *x, state, scale=0.125)
-
-            def copies(there: Tensor = there, back: Tensor = back) -> None:
-                for _ in range(STEPS // 2):
-                    there.copy_(back)
-                    back.copy_(there)
-
+            token = [x[:, :, :1].contiguous() for x in (q, k, v)]
             runs: dict[str, Callable[[], object]] = {
-                "native": partial(steps, native),
-                "library": library_steps(phi, q1, k1, v1, state),
-                "torch": partial(steps, chunked),
-                "copy": copies,
+                "native": call_steps(native, phi, token, state, layers),
+                "library": library_steps(phi, token, state, layers),
+                "torch": call_steps(chunked, phi, token, state, layers),
+                "copy": copy_steps(state, layers),
             }
-            times = {name: seconds / STEPS for name, seconds in best(runs, repeats * 10).items()}
-        row: Results = {"batch": batch, **{f"{name}_us": t * 1e6 for name, t in times.items()}}
+            found = best(runs, repeats * 10 // layers)
+        times = {name: seconds / STEPS / layers for name, seconds in found.items()}
+        row: Results = {"batch": batch, "layers": layers, **{f"{name}_us": t * 1e6 for name, t in times.items()}}
         rows.append(row)
         print(
-            f"  batch {batch:<3d} native {row['native_us']:7.1f} us, {row['library_us']:6.1f} us of it in the library"
-            f"   torch {row['torch_us']:7.1f} us ({times['torch'] / times['native']:.1f}x)   copy"
-            f" {row['copy_us']:6.1f} us (native {times['native'] / times['copy']:.1f}x,"
+            f"  batch {batch:<3d} layers {layers:<3d} native {row['native_us']:6.1f} us, the library alone"
+            f" {row['library_us']:6.1f}   torch {row['torch_us']:7.1f} ({times['torch'] / times['native']:.1f}x)   copy"
+            f" {row['copy_us']:6.1f} (native {times['native'] / times['copy']:.1f}x,"
             f" library {times['library'] / times['copy']:.1f}x of it)"
         )
     return rows
 
 
-def library_steps(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> Callable[[], object]:
-    """STEPS decode steps as the library sees them, between two sets of arrays: what they cost without Python."""
+def call_steps(
+    backend: Any, phi: FeatureMap, token: list[Tensor], state: LinearState, layers: int
+) -> Callable[[], object]:
+    """STEPS decode steps through all layers, each with a state of its own that is replaced step by step."""
+    states = [LinearState.of([x.clone() for x in state.tensors], state.origin) for _ in range(layers)]
+
+    def run() -> None:
+        for _ in range(STEPS):
+            for layer in range(layers):
+                _, states[layer] = backend.causal(phi, *token, states[layer], scale=0.125)
+
+    return run
+
+
+def copy_steps(state: LinearState, layers: int) -> Callable[[], object]:
+    """What reading every state once and writing it once takes, as often as `call_steps` does."""
+    pairs = [(state.weighted.clone(), state.weighted.clone()) for _ in range(layers)]
+
+    def run() -> None:
+        for step in range(STEPS):
+            for there, back in pairs:
+                (there.copy_(back) if step % 2 else back.copy_(there))
+
+    return run
+
+
+def library_steps(phi: FeatureMap, token: list[Tensor], state: LinearState, layers: int) -> Callable[[], object]:
+    """The steps of `call_steps` as the library sees them, between two sets of arrays: what they cost without Python."""
     form = native._form(phi, 0.125)
     assert form is not None
-    there = [x.contiguous().clone() for x in (state.weighted, state.normaliser, state.log_max)]
-    back, out = [x.clone() for x in there], torch.empty_like(v)
-    problems = []
-    for before, after in ((there, back), (back, there)):
-        problem = native_operators.make_problem(q, k, v, native.NO_MASK, *form[:5], True, True, form.maps)
-        native_operators.write(problem, "out", out)
-        problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in before)
-        problem.s_out, problem.z_out, problem.c_out = (x.data_ptr() for x in after)
-        problems.append(problem)
+    out = torch.empty_like(token[2])
+    kept, problems = [], []
+    for _ in range(layers):
+        there, back = ([x.contiguous().clone() for x in state.tensors[:3]] for _ in range(2))
+        kept += [there, back]
+        for before, after in ((there, back), (back, there)):
+            problem = native_operators.make_problem(*token, native.NO_MASK, *form[:5], True, True, form.maps)
+            native_operators.write(problem, "out", out)
+            problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in before)
+            problem.s_out, problem.z_out, problem.c_out = (x.data_ptr() for x in after)
+            problems.append(problem)
     library = native_library.load()
 
-    def run(kept: Any = (there, back, out, q, k, v)) -> None:
+    def run(kept: Any = (kept, out, token)) -> None:
         for step in range(STEPS):
-            native_operators.check_status(library.subquad_decode(ctypes.byref(problems[step % 2])))
+            for layer in range(layers):
+                problem = problems[2 * layer + step % 2]
+                native_operators.check_status(library.subquad_decode(ctypes.byref(problem)))
 
     return run
 

@@ -120,54 +120,51 @@ static void backward_task(void* context, int64_t task, int64_t) {
   const bool causal = job.phase == CAUSAL_BACK || job.phase == CAUSAL_QUERIES || job.phase == CAUSAL_KEYS;
   KeptChunk items[SQ_SEGMENT];
   KeptList list = {items, {}, 0, 0, false};
-  Arena arena = {nullptr, 0};
-  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
-    if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) {
-      job.failed = true;
-      return;
-    }
-    BackWork bw = take_back_work(arena, pr, hd.lds);
-    Chunk ch = {};
-    float *g = nullptr, *h = nullptr;
-    State st = {}, R = {};
-    if (causal || job.phase == KEEP_STATES) {
-      st = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
-      R = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
-    }
-    if (causal) {
-      for (list.ready = 0; list.ready < SQ_SEGMENT / C; list.ready++) items[list.ready] = take_kept(arena, pr, hd.lds);
-    } else {
-      ch = take_chunk(arena, pr, hd.lds, false, job.phase == FULL_QUERIES);
-      g = arena.take(C * hd.lds);
-      h = arena.take(C);
-    }
-    if (!pass) continue;
-    const long begin = p * job.piece;
-    const long total = job.phase == FULL_QUERIES ? pr.length_q : pr.length_k;
-    const long end = begin + job.piece < total ? begin + job.piece : total;
-    if (job.phase == FULL_QUERIES) {
-      const State part = job.R.at(index * job.query_pieces + p);
-      start_R(hd, index, part, p == 0);
-      full_queries(hd, bw, job.states.at(index), part, ch, g, h, begin, end);
-    } else if (job.phase == FULL_KEYS) {
-      full_keys(hd, bw, job.states.at(index), job.R.at(index * job.query_pieces), ch, begin, end);
-    } else if (job.phase == KEEP_STATES) {
-      keep_states(hd, index, bw.w, st, ch);
-    } else {
-      const bool last = p == job.pieces - 1;
-      const long all = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
-      const long from = p * job.segments, to = last ? all : from + job.segments;
-      const Wanted wanted = {job.phase != CAUSAL_KEYS, job.phase != CAUSAL_QUERIES};
-      if (job.phase == CAUSAL_QUERIES) R = job.R.at(index * job.query_pieces + p);
-      start_R(hd, index, R, last);
-      if (job.phase == CAUSAL_KEYS && !last)
-        memcpy(R.S, job.R.at(index * job.query_pieces + p + 1).S, sizeof(float) * (M * hd.lds)),
-            memcpy(R.z, job.R.at(index * job.query_pieces + p + 1).z, sizeof(float) * M);
-      if (!causal_back(hd, index, bw, st, R, list, from, to, wanted)) job.failed = true;
-      if (job.phase == CAUSAL_BACK) save_R(hd, index, R, nullptr);
-      for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
-    }
+  BackWork bw;
+  Chunk ch = {};
+  float *g = nullptr, *h = nullptr;
+  State st = {}, R = {};
+  if (!in_scratch([&](Arena& arena) {
+        bw = take_back_work(arena, pr, hd.lds);
+        if (causal || job.phase == KEEP_STATES) {
+          st = take_state(arena, M, hd.lds);
+          R = take_state(arena, M, hd.lds);
+        }
+        if (causal) {
+          for (list.ready = 0; list.ready < SQ_SEGMENT / C; list.ready++) items[list.ready] = take_kept(arena, pr, hd.lds);
+        } else {
+          ch = take_chunk(arena, pr, hd.lds, false, job.phase == FULL_QUERIES);
+          g = arena.take(C * hd.lds);
+          h = arena.take(C);
+        }
+      })) {
+    job.failed = true;
+    return;
+  }
+  const long begin = p * job.piece;
+  const long total = job.phase == FULL_QUERIES ? pr.length_q : pr.length_k;
+  const long end = begin + job.piece < total ? begin + job.piece : total;
+  if (job.phase == FULL_QUERIES) {
+    const State part = job.R.at(index * job.query_pieces + p);
+    start_R(hd, index, part, p == 0);
+    full_queries(hd, bw, job.states.at(index), part, ch, g, h, begin, end);
+  } else if (job.phase == FULL_KEYS) {
+    full_keys(hd, bw, job.states.at(index), job.R.at(index * job.query_pieces), ch, begin, end);
+  } else if (job.phase == KEEP_STATES) {
+    keep_states(hd, index, bw.w, st, ch);
+  } else {
+    const bool last = p == job.pieces - 1;
+    const long all = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
+    const long from = p * job.segments, to = last ? all : from + job.segments;
+    const Wanted wanted = {job.phase != CAUSAL_KEYS, job.phase != CAUSAL_QUERIES};
+    if (job.phase == CAUSAL_QUERIES) R = job.R.at(index * job.query_pieces + p);
+    start_R(hd, index, R, last);
+    if (job.phase == CAUSAL_KEYS && !last)
+      memcpy(R.S, job.R.at(index * job.query_pieces + p + 1).S, sizeof(float) * (M * hd.lds)),
+          memcpy(R.z, job.R.at(index * job.query_pieces + p + 1).z, sizeof(float) * M);
+    if (!causal_back(hd, index, bw, st, R, list, from, to, wanted)) job.failed = true;
+    if (job.phase == CAUSAL_BACK) save_R(hd, index, R, nullptr);
+    for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
   }
 }
 

@@ -30,6 +30,8 @@ struct Chunk {
   long t0, n, lanes, vectors;
   bool ok;
   float *phi, *c_new, *rho, *z_old, *sums, *real, *values;  // z_old = rho z; values[C][lds]
+  const float* v;                                           // v[n][ldv]: `values`, or the tensor's own rows
+  long ldv;
   float *a, *scores, *Z, *top;                              // per group: a[g][M][LD], scores[g][C][LD], Z[g][C], top[g][C]
 };
 
@@ -40,6 +42,9 @@ struct Work {
 };
 
 SQ_INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+// Vectors in a row of values.
+SQ_INLINE long value_vectors(const SqProblem& pr) { return round_up(pr.width, VL) / VL; }
 
 SQ_INLINE long state_stride(long width) {
   const long lines = round_up(width, 16) / 16;
@@ -56,6 +61,21 @@ struct Arena {
     return p;
   }
 };
+
+// Lets `take` lay its arrays out in this thread's scratch block: once to measure, once to take. False: no memory.
+template <class Take>
+static bool in_scratch(Take take) {
+  Arena arena = {nullptr, 0};
+  take(arena);
+  arena = {sq_scratch(arena.used), 0};
+  if (!arena.base) return false;
+  take(arena);
+  return true;
+}
+
+static State take_state(Arena& arena, long M, long lds) {
+  return {arena.take(M * lds), arena.take(M), arena.take(M)};
+}
 
 static Chunk take_chunk(Arena& arena, const SqProblem& pr, long lds, bool causal, bool wants_queries) {
   const long M = pr.features, G = wants_queries ? pr.heads_q / pr.heads_kv : 0;
@@ -81,7 +101,7 @@ static Work take_work(Arena& arena, const SqProblem& pr, long lds) {
   w.t = arena.take(C);
   w.level = arena.take(pr.features);
   w.rows = arena.take(C * widest);
-  w.out = arena.take(lds * LD);
+  w.out = arena.take(lds * LD);  // [E][LD] or [C][lds]
   w.butterfly = arena.take(pr.projection == SQ_HADAMARD ? padded(pr.dim) * LD : 0);
   return w;
 }
@@ -132,8 +152,15 @@ static bool fetch_values(const Head& hd, const SqTensor& v, long head, long t0, 
   return hsum(poison) == 0.0f;
 }
 
-// Features of the chunk's keys, its values, the new maxima and rho. Returns false if a value is not finite.
-static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
+// rho = e^{c - c_new}, 1 where the maximum stays: also where there was no key and is none. Nothing before, so nothing to
+// rescale: c = -inf gives 0.
+SQ_INLINE vf rescaling(vf c, vf c_new) {
+  const vi same = c == c_new;
+  return as_float((same & bits(splat(1.0f))) | (~same & bits(vexp(c - c_new))));
+}
+
+// Features of the chunk's keys, the new maxima and rho. Returns how many keys are real.
+static long prepare_features(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
   const SqProblem& pr = *hd.pr;
   ch.t0 = t0;
   ch.n = n;
@@ -145,40 +172,90 @@ static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0
     for (long i = 0; i < n; i++)
       if (ch.real[i] == 0.0f)
         for (long d = 0; d < pr.dim; d++) w.x[d * LD + i] = 0.0f;
-  const Stored here = stored_keys(pr, t0, n), next = stored_keys(pr, t0 + n, C);
-  prefetch(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim);
-  prefetch(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width);
+  const Stored next = stored_keys(pr, t0 + n, C);
   if (pr.function == SQ_EXP) key_weights(pr, hd.k, w.x, ch.real, ch.vectors, w.t);
-  key_features(pr, hd.k, w.x, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums, w.butterfly);
-  for (long r = 0; r < pr.features; r++) {
-    // Maxima seldom move once the sequence is under way. c_old = -inf gives 0: nothing to rescale yet.
-    ch.rho[r] = st.c[r] == ch.c_new[r] ? 1.0f : exp1(st.c[r] - ch.c_new[r]);
+  key_features(pr, hd.k, w.x, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums, w.butterfly,
+               {rows_ahead(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim),
+                rows_ahead(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width)});
+  long r = 0;
+  for (; r + VL <= pr.features; r += VL) {
+    const vf rho = rescaling(load(st.c + r), load(ch.c_new + r));
+    store(ch.rho + r, rho);
+    store(ch.z_old + r, rho * load(st.z + r));
+  }
+  for (; r < pr.features; r++) {
+    ch.rho[r] = rescaling(splat(st.c[r]), splat(ch.c_new[r]))[0];
     ch.z_old[r] = ch.rho[r] * st.z[r];
   }
-  const float* masked = real < n ? ch.real + here.skip : nullptr;
+  return real;
+}
+
+// The chunk's values. Returns false if one is not finite.
+static bool prepare_values(const Head& hd, long real, Chunk& ch) {
+  const SqProblem& pr = *hd.pr;
+  const Stored here = stored_keys(pr, ch.t0, ch.n);
+  const float* masked = real < ch.n ? ch.real + here.skip : nullptr;
   float* values = ch.values + here.skip * hd.lds;
+  ch.v = ch.values;
+  ch.ldv = hd.lds;
   if (here.skip) memset(ch.values, 0, sizeof(float) * here.skip * hd.lds);
   return pr.causal ? fetch_values<true>(hd, pr.v, hd.h, here.token, here.count, C - here.skip, masked, values)
                    : fetch_values<false>(hd, pr.v, hd.h, here.token, here.count, C - here.skip, masked, values);
 }
 
+// The same for the state update alone, which can take the tensor's own rows: if they are whole vectors of float32, none is
+// masked, and they are not so many lines apart that a chunk of them falls into a few cache sets.
+static void borrow_values(const Head& hd, long real, Chunk& ch) {
+  const SqProblem& pr = *hd.pr;
+  const Stored here = stored_keys(pr, ch.t0, ch.n);
+  const bool apart = pr.v.stride[2] % 128 == 0;  // 512 bytes
+  if (pr.v.dtype != SQ_FLOAT32 || pr.v.stride[3] != 1 || apart || pr.width % VL || real < ch.n) {
+    prepare_values(hd, real, ch);
+    return;
+  }
+  ch.v = (const float*)pr.v.data + offset_of(pr.v, hd.b, hd.h, here.token);
+  ch.ldv = pr.v.stride[2];
+}
+
+// Features and values. Returns false if a value is not finite.
+static bool prepare_keys(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
+  return prepare_values(hd, prepare_features(hd, w, st, t0, n, ch), ch);
+}
+
+// Whether eight neighbours are all 1.0f.
+SQ_INLINE bool all_ones(const float* x) {
+  uint64_t pairs[4];
+  memcpy(pairs, x, sizeof pairs);
+  const uint64_t ones = 0x3f8000003f800000u;
+  return (((pairs[0] ^ ones) | (pairs[1] ^ ones)) | ((pairs[2] ^ ones) | (pairs[3] ^ ones))) == 0;
+}
+
+// z <- rho z, c <- c_new.
+static void rescale_sums(const Head& hd, const State& st, const Chunk& ch) {
+  memcpy(st.c, ch.c_new, sizeof(float) * hd.pr->features);
+  memcpy(st.z, ch.z_old, sizeof(float) * hd.pr->features);
+}
+
 // The state moves to the chunk's shift: S, z <- rho S, rho z; c <- c_new.
 static void rescale(const Head& hd, const State& st, const Chunk& ch) {
   const SqProblem& pr = *hd.pr;
+  rescale_sums(hd, st, ch);
   for (long r = 0; r < pr.features; r++) {
-    const float rho = ch.rho[r];
-    st.c[r] = ch.c_new[r];
-    if (rho == 1.0f) continue;
-    st.z[r] = ch.z_old[r];
+    // Maxima seldom move once the sequence is under way.
+    if (r % 8 == 0 && r + 8 <= pr.features && all_ones(ch.rho + r)) {
+      r += 7;
+      continue;
+    }
+    if (ch.rho[r] == 1.0f) continue;
     float* row = st.S + r * hd.lds;
-    for (long e = 0; e < pr.width; e += VL) store(row + e, load(row + e) * splat(rho));
+    for (long e = 0; e < pr.width; e += VL) store(row + e, load(row + e) * splat(ch.rho[r]));
   }
 }
 
-// S += phi V, z += sum phi.
-static void accumulate(const Head& hd, const State& st, const Chunk& ch) {
+// S += phi V, z += sum phi; rho S instead of S where `rho` is given.
+static void accumulate(const Head& hd, const State& st, const Chunk& ch, const float* rho = nullptr) {
   const SqProblem& pr = *hd.pr;
-  gemm(pr.features, round_up(pr.width, VL) / VL, ch.n, ch.phi, LD, 1, ch.values, hd.lds, st.S, hd.lds, FROM_C);
+  gemm(pr.features, value_vectors(pr), ch.n, ch.phi, LD, 1, ch.v, ch.ldv, st.S, hd.lds, rho ? FROM_SCALED : FROM_C, rho);
   for (long r = 0; r < pr.features; r++) st.z[r] += ch.sums[r];
 }
 
@@ -195,9 +272,10 @@ static void prepare_queries(const Head& hd, const Work& w, const float* c, const
   const long vectors = vectors_for(n);
   n = queries_in(pr, t0, n);
   panel(pr.q, hd.b, hd.h * hd.groups + g, t0, n, vectors * VL, pr.dim, w.x, w.rows);
-  prefetch(pr.q, hd.b, hd.h * hd.groups + g, t0 + n, C, pr.length_q, pr.dim);
-  prefetch(pr.out, hd.b, hd.h * hd.groups + g, t0, n, pr.length_q, pr.width);
-  query_features(pr, hd.q, w.x, vectors, c, z, a, Z, top, w.level, w.butterfly);
+  const long head = hd.h * hd.groups + g;
+  query_features(pr, hd.q, w.x, vectors, c, z, a, Z, top, w.level, w.butterfly,
+                 {rows_ahead(pr.q, hd.b, head, t0 + n, C, pr.length_q, pr.dim),
+                  rows_ahead(pr.out, hd.b, head, t0, n, pr.length_q, pr.width)});
   if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {  // only where the rows' own scale is wanted
     token_weights(pr, hd.q, w.x, vectors, w.t);
     for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + load(w.t + j * VL));

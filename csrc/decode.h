@@ -61,15 +61,12 @@ struct DecodeJob {
 static void decode_task(void* context, int64_t task, int64_t) {
   DecodeJob& job = *(DecodeJob*)context;
   const SqProblem& pr = *job.pr;
-  Arena arena = {nullptr, 0};
-  take_block(arena, pr), take_step(arena, pr);
-  arena = {sq_scratch(arena.used), 0};
-  if (!arena.base) {
+  BlockWork w;
+  Step s;
+  if (!in_scratch([&](Arena& arena) { w = take_block(arena, pr), s = take_step(arena, pr); })) {
     job.failed = true;
     return;
   }
-  const BlockWork w = take_block(arena, pr);
-  Step s = take_step(arena, pr);
   const Block block = job.blocks.at(task);
   project_block(pr, block, w);
   step_biases(pr, block, s);
@@ -107,19 +104,17 @@ static void project_task(void* context, int64_t index, int64_t) {
   const ProjectJob& job = *(const ProjectJob*)context;
   const SqProblem& pr = *job.pr;
   const Head hd = head_of(pr, index);
-  Arena arena = {nullptr, 0};
-  for (int pass = 0; pass < 2; pass++) {
-    if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) return;
-    Work w = take_work(arena, pr, hd.lds);
-    float* p = arena.take(pr.rows * LD);
-    if (!pass) continue;
-    for (long i = 0; i < job.chunks; i++) {
-      const long t0 = i * C, n = pr.length_q - t0 < C ? pr.length_q - t0 : C;
-      panel(pr.q, hd.b, hd.h, t0, n, C, pr.dim, w.x, w.rows);
-      project(pr, hd.q, w.x, CV, 0, pr.rows, p, w.butterfly);
-      if (job.out) memcpy(job.out + (index * job.chunks + i) * pr.rows * LD, p, sizeof(float) * pr.rows * LD);
-    }
+  Work w;
+  float* p;
+  if (!in_scratch([&](Arena& arena) {
+        w = take_work(arena, pr, hd.lds);
+        p = arena.take(pr.rows * LD);
+      })) return;
+  for (long i = 0; i < job.chunks; i++) {
+    const long t0 = i * C, n = pr.length_q - t0 < C ? pr.length_q - t0 : C;
+    panel(pr.q, hd.b, hd.h, t0, n, C, pr.dim, w.x, w.rows);
+    project(pr, hd.q, w.x, CV, 0, pr.rows, p, w.butterfly);
+    if (job.out) memcpy(job.out + (index * job.chunks + i) * pr.rows * LD, p, sizeof(float) * pr.rows * LD);
   }
 }
 

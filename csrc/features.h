@@ -220,7 +220,8 @@ static void plain_keys(const SqProblem& pr, long first, long rows, const float* 
 
 // phi[M][LD] of the keys x, their sums over tokens, and the state's new maxima.
 static void key_features(const SqProblem& pr, const Side& s, const float* x, const float* t, const float* real,
-                         long vectors, const float* c_old, float* c_new, float* phi, float* sums, float* work) {
+                         long vectors, const float* c_old, float* c_new, float* phi, float* sums, float* work,
+                         Soon soon) {
   const long R = pr.rows, strip = strip_rows(pr);
   const bool full = vectors == CV;
   bool large = false;
@@ -228,6 +229,7 @@ static void key_features(const SqProblem& pr, const Side& s, const float* x, con
     for (long i = 0; i < vectors * VL; i++) large = large || (t[i] < -8192.0f && t[i] != MINUS_INF) || t[i] > 8192.0f;
   for (long first = 0; first < R; first += strip) {
     const long rows = R - first < strip ? R - first : strip;
+    soon.ask((C * strip + R - 1) / R);
     project(pr, s, x, vectors, first, rows, phi, work);
     if (pr.function != SQ_EXP) {
       plain_keys(pr, first, rows, real, vectors, c_old, c_new, phi, sums);
@@ -243,15 +245,18 @@ static void key_features(const SqProblem& pr, const Side& s, const float* x, con
   }
 }
 
-// One panel of exponential query features; level[M] = bias + c, up to a constant. Its column of p is a cache line per row and stays in the
-// first-level cache between the two passes.
+// One panel of exponential query features. p has its levels in it already, unless mirrored: level[M] = bias + c, up to a
+// constant. A column of p is a cache line per row and stays in the first-level cache between the two passes.
 template <bool ANTI>
 static void query_panel(long R, const float* p, const float* level, const float* z, float* a, float* Z, float* tops) {
   vf top[NV], total[NV];
   SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = splat(MINUS_INF), total[n] = zero();
   for (long r = 0; r < R; r++) {
-    const vf up = splat(level[r]);
-    SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = vmax(load(p + r * LD + n * VL) + up, top[n]);
+    const vf up = ANTI ? splat(level[r]) : zero();
+    SQ_UNROLL for (int n = 0; n < NV; n++) {
+      const vf x = load(p + r * LD + n * VL);
+      top[n] = vmax(ANTI ? x + up : x, top[n]);
+    }
     if (ANTI) {
       const vf down = splat(level[r + R]);
       SQ_UNROLL for (int n = 0; n < NV; n++) top[n] = vmax(down - load(p + r * LD + n * VL), top[n]);
@@ -265,12 +270,11 @@ static void query_panel(long R, const float* p, const float* level, const float*
   long r = 0;
   for (; r + (ANTI ? 1 : 2) <= R; r += ANTI ? 1 : 2) {
     const long other = ANTI ? r + R : r + 1;
-    const vf first = splat(level[r]), second = splat(level[other]);
     vf e[2 * NV];
     SQ_UNROLL for (int n = 0; n < NV; n++) {
       const vf x = load(p + r * LD + n * VL);
-      e[n] = (x + first) - top[n];
-      e[NV + n] = (ANTI ? second - x : load(p + other * LD + n * VL) + second) - top[n];
+      e[n] = (ANTI ? x + splat(level[r]) : x) - top[n];
+      e[NV + n] = (ANTI ? splat(level[other]) - x : load(p + other * LD + n * VL)) - top[n];
     }
     vexp_all<2 * NV>(e);
     const vf weight = splat(z[r]), weight_other = splat(z[other]);
@@ -281,10 +285,10 @@ static void query_panel(long R, const float* p, const float* level, const float*
       total[n] += e[n] * weight;
     }
   }
-  for (; r < R; r++) {
-    const vf up = splat(level[r]), weight = splat(z[r]);
+  for (; r < R; r++) {  // an odd row without a mirror image
+    const vf weight = splat(z[r]);
     SQ_UNROLL for (int n = 0; n < NV; n++) {
-      const vf e = vexp((load(p + r * LD + n * VL) + up) - top[n]);
+      const vf e = vexp(load(p + r * LD + n * VL) - top[n]);
       store(a + r * LD + n * VL, e);
       total[n] += e * weight;
     }
@@ -328,12 +332,19 @@ static float feature_levels(const SqProblem& pr, const Side& s, const float* c, 
 // a[M][LD] of the queries x and Z[lane] = sum_r a_r z_r, both divided by e^top[lane]; `level` is scratch for M floats.
 // Panel by panel: the features of one stay in the first-level cache from the projection to the exponentials.
 static void query_features(const SqProblem& pr, const Side& s, const float* x, long vectors, const float* c,
-                           const float* z, float* a, float* Z, float* top, float* level, float* work) {
+                           const float* z, float* a, float* Z, float* top, float* level, float* work, Soon soon) {
   const bool shifted = pr.function == SQ_EXP;
   const float most = shifted ? feature_levels(pr, s, c, level) : 0.0f;
+  Side levelled = s;
+  if (shifted && !pr.antithetic) {  // one offset for both: what a product adds at its end costs nothing
+    for (long r = 0; s.offset && r < pr.rows; r++) level[r] += s.offset[r];
+    levelled.offset = level;
+  }
   for (long j = 0; j < vectors; j += NV) {
     float *to = a + j * VL, *total = Z + j * VL, *tops = top + j * VL;
-    project(pr, s, x + j * VL, NV, 0, pr.rows, to, work);
+    soon.ask(T / 2);
+    project(pr, levelled, x + j * VL, NV, 0, pr.rows, to, work);
+    soon.ask(T / 2);
     if (!shifted)
       SQ_UNROLL for (int n = 0; n < NV; n++) plain_queries(pr, z, to + n * VL, total + n * VL, tops + n * VL);
     else if (pr.antithetic) query_panel<true>(pr.rows, to, level, z, to, total, tops);

@@ -79,29 +79,32 @@ static void merge_state(const Head& hd, const State& into, const State& later) {
 
 static void absorb(const Head& hd, const Work& w, const State& st, Chunk& ch, long begin, long end) {
   for (long t0 = begin; t0 < end; t0 += C) {
-    prepare_keys(hd, w, st, t0, end - t0 < C ? end - t0 : C, ch);
-    rescale(hd, st, ch);
-    update_state(hd, w, st, ch);
+    borrow_values(hd, prepare_features(hd, w, st, t0, end - t0 < C ? end - t0 : C, ch), ch);
+    absorb_chunk(hd, w, st, ch);
   }
 }
 
-// out rows [t0, t0 + n) of query head `head` from numerators w.out[E][LD] and normalisers Z.
+// to[E] = row / z, 0 where z is; `to` has room for whole vectors.
+SQ_INLINE void normalise_row(const SqProblem& pr, const float* row, float z, float* to) {
+  // Shifted normalisers are at least 1e-20, so their reciprocal is safe; that of a plain map may overflow.
+  const bool exact = pr.function != SQ_EXP;
+  const vf by = splat(z == 0.0f || !pr.normalise ? 1.0f : exact ? z : 1.0f / z);
+  const vi keep = splat(pr.normalise ? z : 1.0f) != zero();
+  for (long e = 0; e < pr.width; e += VL) {
+    const vf x = load(row + e);
+    store(to + e, as_float(keep & bits(exact ? x / by : x * by)));
+  }
+}
+
+// out rows [t0, t0 + n) of query head `head` from numerators w.out[n][lds] and normalisers Z.
 static void finish(const Head& hd, const Work& w, long head, long t0, long n, const float* Z) {
   const SqProblem& pr = *hd.pr;
-  if (pr.normalise) {
-    for (long j = 0; j < vectors_for(n); j++) {
-      const vf z = load(Z + j * VL);
-      const vi empty = z == zero();
-      const vf by = as_float((empty & bits(splat(1.0f))) | (~empty & bits(z)));
-      // Shifted normalisers are at least 1e-20, so their reciprocal is safe; that of a plain map may overflow.
-      const vf inverse = as_float(~empty & bits(splat(1.0f) / by));
-      for (long e = 0; e < pr.width; e++) {
-        float* at = w.out + e * LD + j * VL;
-        store(at, pr.function == SQ_EXP ? load(at) * inverse : as_float(~empty & bits(load(at) / by)));
-      }
-    }
+  const bool direct = pr.out.dtype == SQ_FLOAT32 && pr.out.stride[3] == 1 && pr.width % VL == 0;
+  for (long i = 0; i < n; i++) {
+    float* row = w.out + i * hd.lds;
+    normalise_row(pr, row, Z[i], direct ? (float*)pr.out.data + offset_of(pr.out, hd.b, head, t0 + i) : row);
   }
-  unpanel(pr.out, hd.b, head, t0, n, pr.width, w.out, w.rows);
+  if (!direct) put(pr.out, hd.b, head, t0, n, pr.width, w.out, hd.lds);
 }
 
 static void read_all(const Head& hd, const Work& w, const State& st, Chunk& ch, long g, long begin, long end) {
@@ -109,7 +112,7 @@ static void read_all(const Head& hd, const Work& w, const State& st, Chunk& ch, 
   for (long t0 = begin; t0 < end; t0 += C) {
     const long n = end - t0 < C ? end - t0 : C;
     prepare_queries(hd, w, st.c, st.z, g, t0, n, ch.a, ch.Z, ch.top);
-    read_state(hd, w, st, ch.a, vectors_for(n));
+    read_state(hd, w, st, ch.a, n);
     finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z);
   }
 }
@@ -132,7 +135,7 @@ static void causal_range(const Head& hd, const Work& w, const State& st, Chunk& 
   rescale(hd, st, ch);
   begin_read(hd, w, st);
   for (long g = 0; g < hd.groups; g++) {
-    read_state(hd, w, st, ch.a + g * pr.features * LD, ch.vectors);
+    read_state(hd, w, st, ch.a + g * pr.features * LD, n);
     weigh_values(hd, w, ch, ch.scores + g * C * LD);
     finish(hd, w, hd.h * hd.groups + g, t0, n, ch.Z + g * C);
   }
@@ -190,33 +193,31 @@ static void forward_task(void* context, int64_t task, int64_t) {
     }
     return;
   }
-  Arena arena = {nullptr, 0};
-  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
-    if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) {
-      job.failed = true;
-      return;
-    }
-    Chunk ch = take_chunk(arena, pr, hd.lds, job.phase == CAUSAL_PIECES, job.phase != ABSORB_PIECES);
-    Work w = take_work(arena, pr, hd.lds);
-    w.products = arena.take(product_floats(pr, hd.lds));
-    if (!pass) continue;
-    const long begin = p * job.piece;
-    const long total = job.phase == READ_PIECES ? pr.length_q : pr.length_k;
-    const long end = begin + job.piece < total ? begin + job.piece : total;
-    if (job.phase == ABSORB_PIECES) {
-      const State st = job.sums.at(index * job.key_pieces + p);
-      if (p == 0 && !pr.causal) load_state_in(hd, index, st);
-      else load_state(hd, st, nullptr, nullptr, nullptr);
-      absorb(hd, w, st, ch, begin, end);
-    } else if (job.phase == READ_PIECES) {
-      for (long g = 0; g < hd.groups; g++) read_all(hd, w, job.sums.at(index * job.key_pieces), ch, g, begin, end);
-    } else {
-      const State st = job.starts.at(index * job.key_pieces + p);
-      if (job.key_pieces == 1) load_state_in(hd, index, st);
-      causal_scan(hd, index, w, st, ch, begin, end);
-      if (p == job.pieces - 1) save_state_out(hd, index, st);
-    }
+  Chunk ch;
+  Work w;
+  if (!in_scratch([&](Arena& arena) {
+        ch = take_chunk(arena, pr, hd.lds, job.phase == CAUSAL_PIECES, job.phase != ABSORB_PIECES);
+        w = take_work(arena, pr, hd.lds);
+        w.products = arena.take(product_floats(pr, hd.lds));
+      })) {
+    job.failed = true;
+    return;
+  }
+  const long begin = p * job.piece;
+  const long total = job.phase == READ_PIECES ? pr.length_q : pr.length_k;
+  const long end = begin + job.piece < total ? begin + job.piece : total;
+  if (job.phase == ABSORB_PIECES) {
+    const State st = job.sums.at(index * job.key_pieces + p);
+    if (p == 0 && !pr.causal) load_state_in(hd, index, st);
+    else load_state(hd, st, nullptr, nullptr, nullptr);
+    absorb(hd, w, st, ch, begin, end);
+  } else if (job.phase == READ_PIECES) {
+    for (long g = 0; g < hd.groups; g++) read_all(hd, w, job.sums.at(index * job.key_pieces), ch, g, begin, end);
+  } else {
+    const State st = job.starts.at(index * job.key_pieces + p);
+    if (job.key_pieces == 1) load_state_in(hd, index, st);
+    causal_scan(hd, index, w, st, ch, begin, end);
+    if (p == job.pieces - 1) save_state_out(hd, index, st);
   }
 }
 

@@ -198,35 +198,34 @@ static void hybrid_task(void* context, int64_t index, int64_t) {
   const SqProblem& pr = hy.far;
   const SqProblem back = reversed_problem(pr);
   const long M = pr.features, ME = M * pr.width, L = pr.length_q;
-  Arena arena = {nullptr, 0};
-  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
-    if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) {
-      job.failed = true;
-      return;
-    }
-    const Head hd = head_of(pr, index);
-    Walk x = take_walk(arena, hy, hd.lds);
-    const State st = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
-    const long rows = hy.both_sides ? hd.groups * L : 0;
-    const RightSide side = {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
-    if (!pass) continue;
-    for (int from_right = hy.both_sides ? 1 : 0; from_right >= 0; from_right--) {
-      const SqProblem& here = from_right ? back : pr;
-      const Head at = head_of(here, index);
-      load_state_in(at, index, st);
-      if (!from_right) fetch_sinks(at, x.nr);
-      for (long t0 = 0; t0 < here.length_k; t0 += C) {
-        if (here.checkpoints && t0 % SQ_SEGMENT == 0) {
-          float* to = checkpoint_at(here, index, t0 / SQ_SEGMENT);
-          save_state(at, st, to, to + ME, to + ME + M);
-        }
-        const long n = here.length_k - t0 < C ? here.length_k - t0 : C;
-        if (from_right) right_range(at, x, st, side, t0, n);
-        else hybrid_range(at, x, st, hy.both_sides ? &side : nullptr, t0, n);
+  const Head hd = head_of(pr, index);
+  const long rows = hy.both_sides ? hd.groups * L : 0;
+  Walk x;
+  State st;
+  RightSide side;
+  if (!in_scratch([&](Arena& arena) {
+        x = take_walk(arena, hy, hd.lds);
+        st = take_state(arena, M, hd.lds);
+        side = {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
+      })) {
+    job.failed = true;
+    return;
+  }
+  for (int from_right = hy.both_sides ? 1 : 0; from_right >= 0; from_right--) {
+    const SqProblem& here = from_right ? back : pr;
+    const Head at = head_of(here, index);
+    load_state_in(at, index, st);
+    if (!from_right) fetch_sinks(at, x.nr);
+    for (long t0 = 0; t0 < here.length_k; t0 += C) {
+      if (here.checkpoints && t0 % SQ_SEGMENT == 0) {
+        float* to = checkpoint_at(here, index, t0 / SQ_SEGMENT);
+        save_state(at, st, to, to + ME, to + ME + M);
       }
-      save_state_out(at, index, st);
+      const long n = here.length_k - t0 < C ? here.length_k - t0 : C;
+      if (from_right) right_range(at, x, st, side, t0, n);
+      else hybrid_range(at, x, st, hy.both_sides ? &side : nullptr, t0, n);
     }
+    save_state_out(at, index, st);
   }
 }
 

@@ -199,42 +199,40 @@ static void hybrid_back_task(void* context, int64_t index, int64_t) {
   const long M = pr.features, ME = M * pr.width;
   KeptChunk items[SQ_SEGMENT];
   KeptList list = {items, {}, 0, 0, false};
-  Arena arena = {nullptr, 0};
-  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
-    if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) {
-      job.failed = true;
-      return;
-    }
-    const Head hd = head_of(pr, index);
-    const HybridBack b = take_hybrid_back(arena, hy, hd.lds);
-    const State st = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
-    const State R = {arena.take(M * hd.lds), arena.take(M), arena.take(M)};
-    for (list.ready = 0; list.ready < SQ_SEGMENT / C; list.ready++) items[list.ready] = take_kept(arena, pr, hd.lds);
-    if (!pass) continue;
-    memset(b.sink_dk, 0, sizeof(float) * b.nr.sinks * b.nr.ldk);
-    memset(b.sink_dv, 0, sizeof(float) * b.nr.sinks * hd.lds);
-    for (int from_right = hy.both_sides ? 1 : 0; from_right >= 0; from_right--) {
-      const SqProblem& here = from_right ? back : pr;
-      const Head at = head_of(here, index);
-      if (!from_right) fetch_sinks(at, b.nr);
-      start_R(at, index, R, true);
-      for (long segment = segments_of(here) - 1; segment >= 0 && !list.failed; segment--) {
-        const float* from = checkpoint_at(here, index, segment);
-        load_state(at, st, from, from + ME, from + ME + M);
-        const long begin = segment * SQ_SEGMENT;
-        const long end = begin + SQ_SEGMENT < here.length_k ? begin + SQ_SEGMENT : here.length_k;
-        list.used = 0;
-        for (long t0 = begin; t0 < end; t0 += C) hybrid_walk(at, b, st, list, t0, end - t0 < C ? end - t0 : C, !from_right);
-        for (long i = list.used - 1; i >= 0 && !list.failed; i--) walk_back(at, b.bw, R, list.items[i], {true, true});
-      }
-      save_R(at, index, R, nullptr);
-    }
-    add_rows(hy.sink_dk, hd, 0, b.nr.sinks, hy.near_dim, b.sink_dk, b.nr.ldk);
-    add_rows(hy.sink_dv, hd, 0, b.nr.sinks, pr.width, b.sink_dv, hd.lds);
-    if (list.failed) job.failed = true;
-    for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
+  const Head hd = head_of(pr, index);
+  HybridBack b;
+  State st, R;
+  if (!in_scratch([&](Arena& arena) {
+        b = take_hybrid_back(arena, hy, hd.lds);
+        st = take_state(arena, M, hd.lds);
+        R = take_state(arena, M, hd.lds);
+        for (list.ready = 0; list.ready < SQ_SEGMENT / C; list.ready++) items[list.ready] = take_kept(arena, pr, hd.lds);
+      })) {
+    job.failed = true;
+    return;
   }
+  memset(b.sink_dk, 0, sizeof(float) * b.nr.sinks * b.nr.ldk);
+  memset(b.sink_dv, 0, sizeof(float) * b.nr.sinks * hd.lds);
+  for (int from_right = hy.both_sides ? 1 : 0; from_right >= 0; from_right--) {
+    const SqProblem& here = from_right ? back : pr;
+    const Head at = head_of(here, index);
+    if (!from_right) fetch_sinks(at, b.nr);
+    start_R(at, index, R, true);
+    for (long segment = segments_of(here) - 1; segment >= 0 && !list.failed; segment--) {
+      const float* from = checkpoint_at(here, index, segment);
+      load_state(at, st, from, from + ME, from + ME + M);
+      const long begin = segment * SQ_SEGMENT;
+      const long end = begin + SQ_SEGMENT < here.length_k ? begin + SQ_SEGMENT : here.length_k;
+      list.used = 0;
+      for (long t0 = begin; t0 < end; t0 += C) hybrid_walk(at, b, st, list, t0, end - t0 < C ? end - t0 : C, !from_right);
+      for (long i = list.used - 1; i >= 0 && !list.failed; i--) walk_back(at, b.bw, R, list.items[i], {true, true});
+    }
+    save_R(at, index, R, nullptr);
+  }
+  add_rows(hy.sink_dk, hd, 0, b.nr.sinks, hy.near_dim, b.sink_dk, b.nr.ldk);
+  add_rows(hy.sink_dv, hd, 0, b.nr.sinks, pr.width, b.sink_dv, hd.lds);
+  if (list.failed) job.failed = true;
+  for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
 }
 
 // Needs the checkpoints and stats of the forward.

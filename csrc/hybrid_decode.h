@@ -219,15 +219,12 @@ static void hybrid_step(const SqStep& st, const Block& block, long i, const Bloc
 static void hybrid_decode_task(void* context, int64_t task, int64_t) {
   StepJob& job = *(StepJob*)context;
   const SqStep& st = *job.step;
-  Arena arena = {nullptr, 0};
-  take_block(arena, st.hy.far), take_hybrid_step(arena, st.hy);
-  arena = {sq_scratch(arena.used), 0};
-  if (!arena.base) {
+  BlockWork w;
+  HybridStep h;
+  if (!in_scratch([&](Arena& arena) { w = take_block(arena, st.hy.far), h = take_hybrid_step(arena, st.hy); })) {
     job.failed = true;
     return;
   }
-  const BlockWork w = take_block(arena, st.hy.far);
-  HybridStep h = take_hybrid_step(arena, st.hy);
   const Block block = job.blocks.at(task);
   project_block(st.hy.far, block, w);
   step_biases(st.hy.far, block, h.s);

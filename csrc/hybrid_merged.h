@@ -190,22 +190,23 @@ static void merged_task(void* context, int64_t index, int64_t) {
   const SqProblem& pr = hy.far;
   const SqProblem back = reversed_problem(pr);
   const long M = pr.features, L = pr.length_q, lds = state_stride(pr.width), rows = pr.heads_q / pr.heads_kv * L;
-  Arena arena = {nullptr, 0};
-  for (int pass = 0; pass < 2; pass++) {  // first to measure, then to take
-    if (pass) arena = {sq_scratch(arena.used), 0};
-    if (pass && !arena.base) {
-      job.failed = true;
-      return;
-    }
-    Walk x = take_walk(arena, hy, lds);
-    const Merged m = take_merged(arena, pr, lds);
-    const State st = {arena.take(M * lds), arena.take(M), arena.take(M)};
-    const State spare = {arena.take(M * lds), arena.take(M), arena.take(M)};
-    const RightSide side = {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
-    RightChunks kept = right_chunks(pr, lds);
-    kept.base = arena.take((L + C - 1) / C * kept.slot);
-    if (pass) merged_walk(hy, back, index, x, m, st, spare, side, kept);
+  Walk x;
+  Merged m;
+  State st, spare;
+  RightSide side;
+  RightChunks kept = right_chunks(pr, lds);
+  if (!in_scratch([&](Arena& arena) {
+        x = take_walk(arena, hy, lds);
+        m = take_merged(arena, pr, lds);
+        st = take_state(arena, M, lds);
+        spare = take_state(arena, M, lds);
+        side = {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
+        kept.base = arena.take((L + C - 1) / C * kept.slot);
+      })) {
+    job.failed = true;
+    return;
   }
+  merged_walk(hy, back, index, x, m, st, spare, side, kept);
 }
 
 static int hybrid_forward(const SqHybrid* hy) {

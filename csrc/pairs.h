@@ -130,8 +130,6 @@ SQ_INLINE Pairs pairs_in(const Work& w, const SqProblem& pr, long lds) {
   return x;
 }
 
-SQ_INLINE long value_vectors(const SqProblem& pr) { return round_up(pr.width, VL) / VL; }
-
 // S += phi V, z += sum phi, like `accumulate`.
 static void update_state(const Head& hd, const Work& w, const State& st, const Chunk& ch) {
   const SqProblem& pr = *hd.pr;
@@ -143,21 +141,26 @@ static void update_state(const Head& hd, const Work& w, const State& st, const C
   for (long r = 0; r < pr.features; r++) st.z[r] += ch.sums[r];
 }
 
+static void absorb_chunk(const Head& hd, const Work& w, const State& st, const Chunk& ch) {
+  rescale(hd, st, ch);
+  update_state(hd, w, st, ch);
+}
+
 // The state as `read_state` wants it; once for all chunks that read it.
 static void begin_read(const Head& hd, const Work& w, const State& st) {
   const SqProblem& pr = *hd.pr;
   pack_rows(st.S, pr.features, value_vectors(pr), hd.lds, pairs_in(w, pr, hd.lds).state);
 }
 
-// w.out[E][LD] = a S for the packed state.
-static void read_state(const Head& hd, const Work& w, const State&, const float* a, long vectors) {
+// w.out[n][lds] = a^T S for the packed state.
+static void read_state(const Head& hd, const Work& w, const State&, const float* a, long n) {
   const SqProblem& pr = *hd.pr;
   const Pairs x = pairs_in(w, pr, hd.lds);
-  pack_rows(a, pr.features, vectors, LD, x.features);
-  pair_gemm(pr.width, vectors, (pr.features + 1) / 2, x.state, 1, hd.lds, x.features, LD, w.out, LD, false);
+  pack_rows(a, pr.features, vectors_for(n), LD, x.features);
+  pair_gemm(n, value_vectors(pr), (pr.features + 1) / 2, x.features, 1, LD, x.state, hd.lds, w.out, hd.lds, false);
 }
 
-// w.out[E][LD] += scores V, panel by panel of queries.
+// w.out[n][lds] += scores V, panel by panel of queries.
 static void weigh_values(const Head& hd, const Work& w, const Chunk& ch, const float* scores) {
   const SqProblem& pr = *hd.pr;
   const Pairs x = pairs_in(w, pr, hd.lds);
@@ -165,7 +168,7 @@ static void weigh_values(const Head& hd, const Work& w, const Chunk& ch, const f
   for (long p = 0; p * NV < ch.vectors; p++) {
     const long keys = (p + 1) * T;
     pack_rows(scores + p * T, keys, NV, LD, x.scores);
-    pair_gemm(pr.width, NV, keys / 2, x.values, 1, hd.lds, x.scores, LD, w.out + p * T, LD, true);
+    pair_gemm(T, value_vectors(pr), keys / 2, x.scores, 1, LD, x.values, hd.lds, w.out + p * T * hd.lds, hd.lds, true);
   }
 }
 

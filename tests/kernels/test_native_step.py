@@ -78,7 +78,7 @@ def test_states_of_steps_use_dropped_memory_again() -> None:
 def test_a_block_is_lent_once() -> None:
     pool = BlockPool()
     shape = (64, 1024)
-    first, second = pool.lend(shape), pool.lend(shape)
+    first, second = pool.lend(shape)[0], pool.lend(shape)[0]
     assert first.shape == shape and first.dtype == torch.float32
     assert first.data_ptr() != second.data_ptr()
     first.fill_(1.0)
@@ -87,11 +87,28 @@ def test_a_block_is_lent_once() -> None:
     view, place = first[3:, 5], first.data_ptr()
     del first
     gc.collect()
-    assert pool.lend(shape).data_ptr() != place  # a view still looks at it
+    assert pool.lend(shape)[0].data_ptr() != place  # a view still looks at it
     assert (view == 1.0).all()
     del view
     gc.collect()
-    assert any(pool.lend(shape).data_ptr() == place for _ in range(2))
+    assert any(pool.lend(shape)[0].data_ptr() == place for _ in range(2))
+
+
+def test_the_tensors_of_a_block_lie_side_by_side_and_keep_it_together() -> None:
+    pool = BlockPool()
+    shapes = [(3, 5, 2048), (3, 5), (0, 7), (2, 4096)]
+    parts = pool.lend(*shapes)
+    for number, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
+        assert part.shape == shape and part.is_contiguous() and part.data_ptr() % 64 == 0
+        part.fill_(float(number))
+    assert all((part == float(number)).all() for number, part in enumerate(parts))
+    last = parts[-1]
+    del parts, part
+    gc.collect()
+    assert pool.kept_bytes() == 0 and (last == 3.0).all()
+    del last
+    gc.collect()
+    assert pool.kept_bytes() > 0
 
 
 def test_the_pool_is_bounded_and_prefers_the_size_in_use() -> None:
@@ -119,7 +136,7 @@ def test_threads_never_share_a_block() -> None:
 
     def work(number: int) -> None:
         for _ in range(200):
-            mine = pool.lend((1 << 15,))
+            (mine,) = pool.lend((1 << 15,))
             mine[::4096] = number
             if not bool((mine[::4096] == number).all()):
                 wrong.append(number)

@@ -24,6 +24,7 @@ from ..features.random import ExponentialFeatures, GeneralisedFeatures
 from ..state import LinearState
 from . import native_library
 from .native_operators import Attention, attention, call_forward, pack_maps
+from .native_step import call_step
 from .native_transforms import functional_attention
 
 __all__ = ["NO_MASK", "Form", "absorb", "causal", "full", "fused", "make_form", "multiplied", "read", "refusal"]
@@ -244,7 +245,10 @@ def _run(
         q, k = scaled(q, scale, queries=True), scaled(k, scale, queries=False)
     else:
         form, q, k = _inputs(feature_map, q, k, scale)
-    past = [state.weighted, state.normaliser, state.log_max.expand_as(state.normaliser)]
+    log_max = state.log_max
+    if log_max.shape[-1] != state.normaliser.shape[-1]:
+        log_max = log_max.expand_as(state.normaliser)
+    past = [state.weighted, state.normaliser, log_max]
     past = [x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous() for x in past]
     mask = NO_MASK if key_mask is None else key_mask
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *past[:2]))
@@ -254,6 +258,8 @@ def _run(
     traced = any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in (q, k, v, *past))
     if wanted or traced or torch.compiler.is_compiling():
         return _rounded(attention(*arguments, keep=wanted), v.dtype)
+    if causal and q.shape[2] == 1 and k.shape[2] == 1:
+        return call_step(q, k, v, mask, past, *form[:5], normalise, form.maps)
     return call_forward(*arguments, keep=False, maps=form.maps)
 
 
@@ -264,7 +270,8 @@ def _rounded(result: Attention, dtype: torch.dtype) -> Attention:
 def _after(state: LinearState, result: Attention, k: Tensor, key_mask: Tensor | None) -> LinearState:
     count = k.shape[-2] if key_mask is None else key_mask.sum(-1)
     # Maps without a log scale keep their c = 0 of shape (B, H, 1).
-    log_max = result[3].detach() if state.log_max.shape[-1] != 1 or result[3].shape[-1] == 1 else state.log_max
+    log_max = result[3] if state.log_max.shape[-1] != 1 or result[3].shape[-1] == 1 else state.log_max
+    log_max = log_max.detach() if log_max.requires_grad else log_max
     return LinearState(result[1], result[2], log_max, state.count + count, state.origin)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import native_library as library
 from .native import Form
 from .native_library import DTYPES, FUNCTIONS, Hybrid, Problem, Step
-from .native_memory import new_state
+from .native_memory import new_states
 from .native_operators import HEADER, MAPS, TENSOR, check_status
 
 __all__ = ["Memory", "call_step"]
@@ -104,7 +104,7 @@ def call_step(
     hybrid.near_dim, hybrid.sinks, hybrid.window, hybrid.past, hybrid.scale = q.shape[3], sinks, window, window, scale
     if gain is not None:
         hybrid.gain = gain.data_ptr()
-    floats = [new_state(x.shape) for x in memory[:7]]
+    floats = new_states(*(x.shape for x in memory[:7]))
     flags = [torch.empty_like(x) for x in memory[7:9]]
     counts = torch.empty((3, batch), dtype=torch.int64).unbind(0)
     after = Memory(*floats, *flags, *counts)

@@ -2,7 +2,7 @@
 
 A step returns a new state and the one before it is dropped, once per layer. The C library gives such large blocks back
 to the system and asks for them again, and every fresh page costs a fault and a zeroing: several times what the step
-itself takes. Here a block is lent to one tensor and comes back when that tensor, and every view of it, is gone.
+itself takes. Here one block is lent to all tensors of a state; it comes back when they and every view of them are gone.
 """
 
 from __future__ import annotations
@@ -14,32 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "SMALLEST", "BlockPool", "new_state"]
+__all__ = ["LARGEST", "SMALLEST", "BlockPool", "new_states"]
 
 SMALLEST = 1 << 17  # bytes; below this the C library keeps freed blocks itself
 LARGEST = 1 << 28  # bytes kept for later, in all
+
+# Floats in the block, what exposes it to torch, and (shape, strides, offset) of each tensor.
+_Layout = tuple[int, Any, list[tuple[tuple[int, ...], list[int], int]]]
 
 
 class BlockPool:
     """Blocks of float32 by size. Lending and returning are single operations on lists, so threads need no lock.
 
     >>> pool = BlockPool()
-    >>> state = pool.lend((2, 1 << 15))
-    >>> state.shape, pool.kept_bytes()
-    (torch.Size([2, 32768]), 0)
-    >>> view, address = state[1], state.data_ptr()
-    >>> del state
+    >>> sums, totals = pool.lend((2, 1 << 15), (2, 16))
+    >>> sums.shape, totals.shape, pool.kept_bytes()
+    (torch.Size([2, 32768]), torch.Size([2, 16]), 0)
+    >>> view, address = sums[1], sums.data_ptr()
+    >>> del sums, totals
     >>> pool.kept_bytes()  # the view still needs the memory
     0
     >>> del view
-    >>> pool.kept_bytes(), pool.lend((1 << 16,)).data_ptr() == address
-    (262144, True)
+    >>> pool.kept_bytes(), pool.lend((2, 1 << 15), (32,))[0].data_ptr() == address
+    (262272, True)
     """
 
     def __init__(self, most: int = LARGEST) -> None:
         self.most = most
         self._kept: dict[int, list[Tensor]] = {}
         self._kinds: dict[int, Any] = {}
+        self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
 
     def kept_bytes(self) -> int:
         """How many bytes wait for their next use."""
@@ -50,19 +54,33 @@ class BlockPool:
         for blocks in list(self._kept.values()):
             blocks.clear()
 
-    def lend(self, shape: tuple[int, ...]) -> Tensor:
-        """An uninitialised float32 tensor of this shape, on the CPU."""
-        size = math.prod(shape)
+    def lend(self, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Uninitialised contiguous float32 tensors of these shapes, on the CPU, all in one block."""
+        layout = self._layouts.get(shapes) or self._layout(shapes)
+        size, kind, places = layout
         if not SMALLEST <= 4 * size <= self.most:
-            return torch.empty(shape, dtype=torch.float32)
-        try:
-            block = self._kept[size].pop()
-        except (KeyError, IndexError):
-            block = torch.empty(size, dtype=torch.float32)
-        kind = self._kinds.get(size) or self._kind(size)
-        lent = kind.from_address(block.data_ptr())
-        lent.block = block
-        return torch.frombuffer(lent, dtype=torch.float32).view(shape)
+            whole = torch.empty(size, dtype=torch.float32)
+        else:
+            try:
+                block = self._kept[size].pop()
+            except (KeyError, IndexError):
+                block = torch.empty(size, dtype=torch.float32)
+            lent = kind.from_address(block.data_ptr())
+            lent.block = block
+            whole = torch.frombuffer(lent, dtype=torch.float32)
+        return [whole.as_strided(*place) for place in places]
+
+    def _layout(self, shapes: tuple[tuple[int, ...], ...]) -> _Layout:
+        """How the tensors share a block, each on a cache line of its own."""
+        places, size = [], 0
+        for shape in shapes:
+            strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+            places.append((shape, strides, size))
+            size += -(-math.prod(shape) // 16) * 16
+        if len(self._layouts) > 256:  # a service that sees every batch size must not collect them for ever
+            self._layouts.clear()
+        self._layouts[shapes] = layout = (size, self._kinds.get(size) or self._kind(size), places)
+        return layout
 
     def _kind(self, size: int) -> Any:
         """What exposes the memory of a block to torch; it lives as long as the tensor does, which tells the end."""
@@ -75,17 +93,19 @@ class BlockPool:
         return kind
 
     def _keep(self, size: int, block: Tensor) -> None:
-        if self.kept_bytes() + 4 * size > self.most:
+        kept = self.kept_bytes()
+        if kept + 4 * size > self.most:
             for other, blocks in list(self._kept.items()):  # blocks of another size belong to work that has ended
                 if other != size:
                     blocks.clear()
-        if self.kept_bytes() + 4 * size <= self.most:
+            kept = self.kept_bytes()
+        if kept + 4 * size <= self.most:
             self._kept.setdefault(size, []).append(block)
 
 
 _states = BlockPool()
 
 
-def new_state(shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised float32 tensor for a state that lives for a few steps."""
-    return _states.lend(shape)
+def new_states(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Uninitialised float32 tensors for the parts of a state that lives for a few steps."""
+    return _states.lend(*shapes)

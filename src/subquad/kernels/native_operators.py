@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import native_library as library
 from .native_library import DTYPES, FUNCTIONS, SEGMENT, Map, Problem
-from .native_memory import new_state
+from .native_memory import new_states
 
 __all__ = [
     "HEADER",
@@ -50,6 +50,7 @@ def _rows(q: Tensor, weight: Tensor, norms: Tensor, function: str) -> int:
 # Filling ctypes fields one by one costs more than a decode step; these write whole runs of them.
 HEADER = struct.Struct("11q8i2f")
 TENSOR = struct.Struct("P4q2i")
+_PLACES = {name: getattr(Problem, name).offset for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
 MAPS = (Problem.map_q.offset, ctypes.sizeof(Map) * 2)
 
 
@@ -74,7 +75,7 @@ def pack_maps(arrays: list[Tensor], square: float) -> bytes:
 
 def write(problem: Problem, name: str, x: Tensor) -> None:
     """`x` (B, H, L, width) as the library sees it; the caller keeps `x` alive."""
-    TENSOR.pack_into(problem, getattr(Problem, name).offset, x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
+    TENSOR.pack_into(problem, _PLACES[name], x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
 
 def make_problem(
@@ -95,13 +96,13 @@ def make_problem(
     weight, norms, signs = arrays[0], arrays[6], arrays[5]
     problem = Problem()
     batch, heads_q, length_q, dim = q.shape
+    _, heads, length, width = v.shape
     rows = _rows(q, weight, norms, function)
     projection = 0 if weight.numel() else 1 if norms.numel() else 2
     HEADER.pack_into(
         problem,
         0,
-        *(batch, heads_q, k.shape[1], length_q, k.shape[2], dim, v.shape[3], rows * (2 if antithetic else 1), rows),
-        *(0, k.shape[2]),
+        *(batch, heads_q, heads, length_q, length, dim, width, rows * (2 if antithetic else 1), rows, 0, length),
         *(FUNCTIONS[function], projection, antithetic, causal, signs.shape[-2] if projection == 1 else 0, normalise),
         *(torch.get_num_threads(), 0, epsilon, 0.0),
     )
@@ -126,13 +127,11 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, features: int, causal: bool, keep:
     batch, heads, width = q.shape[0], k.shape[1], v.shape[3]
     # The backward takes sum(dout * out) of every row, so a rounded output would be an error of every gradient.
     out = torch.empty((*q.shape[:3], width), dtype=torch.float32 if keep else v.dtype, device=v.device)
-    shape = (batch, heads, features)
-    if step:
-        sums, totals, maxima = new_state((*shape, width)), new_state(shape), new_state(shape)
+    shapes = [(batch, heads, features, width), (batch, heads, features), (batch, heads, features)]
+    if step:  # one by one: the results of an operator must not share memory
+        sums, totals, maxima = (new_states(shape)[0] for shape in shapes)
     else:
-        sums = torch.empty((*shape, width), dtype=torch.float32, device=v.device)
-        totals = torch.empty(shape, dtype=torch.float32, device=v.device)
-        maxima = torch.empty_like(totals)
+        sums, totals, maxima = (torch.empty(shape, dtype=torch.float32, device=v.device) for shape in shapes)
     segments = (k.shape[2] + SEGMENT - 1) // SEGMENT if causal and keep else 0
     kept = totals.new_empty((batch, heads, segments, features * (width + 2)))
     return out, sums, totals, maxima, kept
