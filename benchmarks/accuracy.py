@@ -26,6 +26,7 @@ from torch import Tensor
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
 from subquad.lab.measure import CLOCKS
+from subquad.planning.baselines import uniform_attention
 
 H, D = 4, 64
 SLACK = 1.15
@@ -126,7 +127,7 @@ def errors(length: int, spectrum: str, sharpness: float, seed: int, chosen: dict
     def error(out: Tensor) -> float:
         return float((out - exact).norm() / exact.norm())
 
-    found = {"uniform attention": error(v.mean(-2, keepdim=True).expand_as(v))}
+    found = {"uniform attention": error(uniform_attention(q, k, v))}
     for label, i in chosen.items():
         name, options = LADDERS[label][i]
         found[label] = error(made(name, options, *sample, seed=seed)(q, k, v))

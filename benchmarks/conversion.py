@@ -35,17 +35,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conversion_data import cosine, embeddings, extended, pair_scores, passages, sentence_batches, spearman
+from conversion_data import cosine, extended, pair_scores, passages, sentence_batches, spearman
 from conversion_language import antibodies, reactions, stories
-from conversion_study import DEGREE1, SDERF, WINDOWS, Study, baselines, converted, taught, uniform_of
+from conversion_study import DEGREE1, SDERF, WINDOWS, Study, baselines, converted, taught
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 import subquad as sq
 from subquad.hf.calibration import calibrate_layers
 from subquad.hf.head_groups import HeadGroups
-from subquad.hf.layer_plan import default_candidates, plan_layers
+from subquad.hf.layer_plan import plan_layers
+from subquad.hf.plan_candidates import default_candidates
 from subquad.lab import interleave
+from subquad.lab.quality import Uniform, embeddings
 
 
 def sentences(study: Study, arguments: argparse.Namespace) -> None:
@@ -167,7 +169,7 @@ def of_long(
         statistics = calibrate_layers(long_model, lesson)
         rich = {**SDERF, "num_features": features}
         choices: dict[str, Any] = {
-            "uniform": uniform_of,
+            "uniform": Uniform,
             f"window {window} + 4 sinks only": {"mechanism": "local", "window": window, "global_tokens": 4},
             f"window {window} + 4 sinks, degree 1 far": everywhere(statistics, window, DEGREE1),
             f"window {window} + 4 sinks, SDERF M={features} far": everywhere(statistics, window, rich),

@@ -6,29 +6,15 @@ import math
 import random
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad import Mechanism
-from subquad.hf.conversion_report import uniform_output
+from subquad.lab.quality import embeddings
 
 Batch = dict[str, Tensor]
-
-
-class Uniform(Mechanism):
-    """The mean of the visible values: what every approximation has to beat."""
-
-    name = "uniform"
-    equation = "mean of the visible values"
-    paper = "none"
-    complexity = "O(L)"
-    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = ()
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None, **_: Any) -> Tensor:
-        return uniform_output(k, v, key_mask, q.shape[1] // k.shape[1], is_causal).expand(-1, -1, q.shape[2], -1)
 
 
 def padded(rows: list[list[int]], batch: int, pad: int = 0) -> list[Batch]:
@@ -97,17 +83,6 @@ def passages(
     return padded(rows, batch, tokenizer.pad_token_id)
 
 
-@torch.no_grad()
-def embeddings(model: nn.Module, batches: list[Batch]) -> Tensor:
-    """Mean of the last hidden states over real tokens, normalised."""
-    found = []
-    for batch in batches:
-        weight = batch["attention_mask"].unsqueeze(-1).float()
-        hidden = model(**batch).last_hidden_state
-        found.append(F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1))
-    return torch.cat(found)
-
-
 def cosine(found: Tensor, wanted: Tensor) -> float:
     return float((found * wanted).sum(-1).mean())
 
@@ -140,18 +115,6 @@ def extended(model: nn.Module, length: int) -> Any:
 
 
 # -- language models ----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def perplexity(model: nn.Module, batches: list[Batch]) -> float:
-    """exp of the mean loss of real tokens, the first of each sequence excepted."""
-    total, count = 0.0, 0
-    for batch in batches:
-        logits = model(**batch, use_cache=False).logits[:, :-1].float()
-        real = batch["attention_mask"][:, 1:].bool()
-        losses = F.cross_entropy(logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none")
-        total, count = total + float(losses[real].double().sum()), count + int(real.sum())
-    return math.exp(total / count)
 
 
 def story_batches(path: Path, batch: int = 12) -> tuple[list[Batch], list[Batch], float]:

@@ -4,12 +4,12 @@ import time
 from typing import Any
 
 import torch
-from conversion_data import Uniform
 from torch import nn
 
 import subquad as sq
 from subquad.hf.distillation import distill
 from subquad.lab import machine, write_json
+from subquad.lab.quality import Uniform
 
 SDERF: dict[str, Any] = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True}
 WINDOWS = (32, 64, 128, 192)
@@ -56,12 +56,8 @@ def converted(model: nn.Module, choice: Any, calibration: list[Any] | None, meas
         sq.hf.revert(model)
 
 
-def uniform_of(layer: Any) -> Uniform:
-    return Uniform(layer.head_dim, layer.heads, layer.kv_heads)
-
-
 def baselines(study: Study, model: nn.Module, measure: Any, window: int, sinks: int, name: str) -> None:
-    study.row("uniform", **{name: converted(model, uniform_of, None, measure)})
+    study.row("uniform", **{name: converted(model, Uniform, None, measure)})
     only = {"mechanism": "local", "window": window, "global_tokens": sinks}
     study.row(f"window {window} + {sinks} sinks only", **{name: converted(model, only, None, measure)})
 

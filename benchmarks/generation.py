@@ -67,7 +67,7 @@ def cache_bytes(batch: int, context: int) -> int:
 
 
 def bytes_of(states: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(states) if isinstance(x, Tensor))
+    return sum(x.nbytes for x in pytree.tree_leaves(states) if isinstance(x, Tensor))
 
 
 def steps(batch: int, contexts: list[int], skipped: list[str]) -> tuple[dict[str, Any], dict[str, int]]:

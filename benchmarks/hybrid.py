@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import subquad as sq
-from subquad.lab.measure import interleave, machine
-from subquad.lab.record import write_json
+from subquad.lab import interleave, machine, write_json
 
 HEADS, FEATURES, SINKS = 8, 256, 4
 

@@ -13,9 +13,6 @@ product of the same run (2048^3, or a batch of tall ones). Ratios are what count
 """
 
 import argparse
-import contextlib
-import importlib.metadata
-import io
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,10 +25,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
 from subquad.lab import Timing, interleave, machine, write_json
+from subquad.lab.peers import PEERS, installed_peers
+from subquad.plain_text import first_line
 
 Call = Callable[[], Tensor]
 B, H, D, E, M = 1, 8, 64, 64, 256
 OPERATIONS_PER_TOKEN = H * 2 * (2 * M * D + 2 * M * (E + 1))
+FAVOR = ("fast-transformers favor", "performer-pytorch")
 # One run of this takes about a minute at 16k tokens, and its best of five would be the same number.
 SLOW = {("performer-pytorch", True, 16384)}
 
@@ -50,38 +50,15 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Call]:
                 call()
             except (ValueError, RuntimeError) as error:
                 if label == "positive" and q.shape[2] <= 1024:  # once per form is enough
-                    print(f"subquad {backend}: left out: {str(error).splitlines()[0]}", file=sys.stderr)
+                    print(f"subquad {backend}: left out: {first_line(error)}", file=sys.stderr)
             else:
                 calls[f"subquad {label} {backend}"] = call
     return calls
 
 
-def fast_transformers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Call]:
-    """fast-transformers works on (B, L, H, D); the transposition is not part of the measured time."""
-    try:
-        from fast_transformers.attention import CausalLinearAttention, LinearAttention
-        from fast_transformers.feature_maps import Favor
-        from fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
-    except ImportError:
-        return {}
-    kind = CausalLinearAttention if causal else LinearAttention
-    attend = kind(D, feature_map=Favor.factory(n_dims=M)).eval()
-    length = q.shape[2]
-    mask = TriangularCausalMask(length) if causal else FullMask(length)
-    lengths = LengthMask(torch.full((B,), length))
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return {"fast-transformers": lambda: attend(q, k, v, mask, lengths, lengths).transpose(1, 2)}
-
-
-def performer_pytorch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Call]:
-    """performer-pytorch announces on stdout that it has no CUDA code; that is known."""
-    try:
-        from performer_pytorch import FastAttention
-    except ImportError:
-        return {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        attend = FastAttention(D, nb_features=M, causal=causal).eval()
-    return {"performer-pytorch": lambda: attend(q, k, v)}
+def theirs(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Call]:
+    """FAVOR+ of the other libraries that are installed; what they need before a call is not part of its time."""
+    return {peer.name: peer.prepare(q, k, v, causal, M) for peer in installed_peers() if peer.name in FAVOR}
 
 
 def matrix_products() -> dict[str, tuple[Call, float]]:
@@ -99,7 +76,7 @@ def one_setting(length: int, causal: bool, runs: int, seconds: float) -> dict[st
     q, k = (0.5 * torch.randn(B, H, length, D, generator=generator) for _ in range(2))
     v = torch.randn(B, H, length, E, generator=generator)
     calls: dict[str, Call] = {"softmax (torch)": lambda: scaled_dot_product_attention(q, k, v, is_causal=causal)}
-    for family in (ours, fast_transformers, performer_pytorch):
+    for family in (ours, theirs):
         calls |= family(q, k, v, causal)
     products = matrix_products()
     errors = {}
@@ -139,13 +116,11 @@ def describe(name: str, timing: Timing, length: int, gemm: float, our_best: floa
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for package in ("torch", "performer-pytorch", "reformer-pytorch", "pytorch-fast-transformers"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found | {"subquad": subquad.__version__}
+    return {
+        "torch": torch.__version__,
+        **{peer.package: peer.version for peer in PEERS},
+        "subquad": subquad.__version__,
+    }
 
 
 def main() -> int:

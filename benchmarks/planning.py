@@ -41,6 +41,7 @@ from planning_page import HEADING, groups, page, show, summary
 from planning_search import FRESH, SOFTMAX, Errors, label, make, settings, times
 
 import subquad as sq
+from subquad.files import write_text
 from subquad.lab import machine, write_json
 from subquad.planning.measuring import Piece
 
@@ -170,7 +171,7 @@ def main() -> int:
         if arguments.json:
             write_json(arguments.json, record)
         if arguments.page:
-            Path(arguments.page).write_text(page(record), encoding="utf-8")
+            write_text(arguments.page, page(record))
 
     timed: list[dict[str, float]] = []
     try:

@@ -16,7 +16,7 @@ DIGITS, FILLER = 4, 12  # ids 0..3 are marked digits, the rest is noise
 
 
 class Classifier(nn.Module):
-    """An encoder, the mean over its outputs, and two classes."""
+    """An encoder, the maximum over its outputs, and two classes."""
 
     def __init__(self, mechanism: str, dim: int = 64) -> None:
         super().__init__()
@@ -24,9 +24,8 @@ class Classifier(nn.Module):
         self.head = nn.Linear(dim, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.encoder(tokens)
-        pooled: Tensor = self.head(hidden.amax(1))
-        return pooled
+        logits: Tensor = self.head(self.encoder(tokens).amax(1))
+        return logits
 
 
 def batch(size: int, length: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,6 +21,32 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # A shared or slow machine must not turn a correct property into a failure; the same examples run everywhere.
 hypothesis.settings.register_profile("subquad", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("subquad")
+
+
+@pytest.fixture
+def saved_bytes() -> Callable[..., int]:
+    """saved_bytes(call, without=...): what autograd keeps between forward and backward of a call, each storage once."""
+
+    def count(call: Callable[[], torch.Tensor], without: Iterable[torch.Tensor] = ()) -> int:
+        aside = {x.untyped_storage().data_ptr() for x in without}
+        kept: dict[int, int] = {}
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = call()
+        assert out.requires_grad
+        return sum(size for place, size in kept.items() if place not in aside)
+
+    return count
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of this machine yet: what is measured is kept for this test alone."""
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)

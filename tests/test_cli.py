@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import subquad
+from subquad.cli import main
 
 MAIN = "from subquad.cli import main; main()"
 
@@ -97,6 +98,31 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     record = json.loads(target.read_text())
     assert record["complete"] is False
     assert {cell["length"] for cell in record["cells"]} == {16}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (BENCH, "--json"),
+        (BENCH, "--save"),
+        (("bench", "--compare", ".", "."), "--json"),
+        (("plan", "taylor"), "--json"),
+        (("error", "taylor"), "--json"),
+    ],
+)
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(
+    command: tuple[str, ...], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for target, message in ((tmp_path, "is a folder"), (tmp_path / "file" / "x.json", "nothing can be written there")):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, option, str(target)])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2
+        assert message in " ".join(err.replace("│", " ").split())
+        assert out == ""
+        assert "[1/" not in err  # the line of a first result
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(

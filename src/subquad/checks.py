@@ -61,7 +61,11 @@ def check_options(where: str, given: Iterable[str], valid: Iterable[str]) -> Non
 def check_positive(argument: str, value: object, least: int = 1) -> None:
     """Refuse anything but an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an integer of at least {least}, got {value!r} ({type(value).__name__})")
+        # Of numpy, say: it would be refused later, where a configuration is written as JSON.
+        hint = "; use int(...)" if isinstance(value, numbers.Integral) and not isinstance(value, bool) else ""
+        raise TypeError(
+            f"{argument} must be an integer of at least {least}, got {value!r} ({type(value).__name__}){hint}"
+        )
     if value < least:
         raise ValueError(f"{argument} must be at least {least}, got {value}")
 

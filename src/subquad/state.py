@@ -214,9 +214,23 @@ def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> N
         )
 
 
-def check_fits(have: tuple[int, int, int], batch: int, heads: int | None, width: int | None) -> None:
-    """Refuse tokens that a state of (batch, KV heads, value width) `have` has no place for; None = whatever it has."""
-    want = (batch, have[1] if heads is None else heads, have[2] if width is None else width)
+def check_fits(held: Tensor, tokens: Tensor, heads: int | None, width: int | None, *, exactly: bool = False) -> None:
+    """Refuse tokens (B, ., L, D) that a state which holds `held` (B, H, ., E) has no place for.
+
+    heads, width: KV heads and value width of the tokens; None = whatever the state has
+    exactly:      the state holds the tokens themselves, so that they must have its dtype; else half precision may
+                  continue a float32 state
+    """
+    have = (held.shape[0], held.shape[1], held.shape[3])
+    want = (tokens.shape[0], have[1] if heads is None else heads, have[2] if width is None else width)
+    if held.device != tokens.device:
+        raise ValueError(f"the state is on {held.device}, the tokens are on {tokens.device}; move one of them")
+    dtype = tokens.dtype if exactly else compute_dtype(tokens)
+    if held.dtype != dtype:
+        raise ValueError(
+            f"the state is {held.dtype}, tokens of {tokens.dtype} need one of {dtype}; begin a new state, or bring the "
+            "tokens into the dtype that it was made with"
+        )
     if have != want:
         raise ValueError(
             f"the state has (batch, heads, value width) {have}, the tokens given need {want}; begin a new state, or "

@@ -54,6 +54,33 @@ def test_wrong_scale(first_case, scale):
         attn(q, k, v, scale=scale)
 
 
+def test_a_state_of_another_dtype_device_or_batch(first_case):
+    if not first_case.cls.recurrent:
+        return
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6, dtype=torch.float32)
+    _, state = attn.scan(q, k, v)
+    with pytest.raises(ValueError, match=r"the state is torch.float32, tokens of torch.float64 need one of"):
+        attn.scan(q.double(), k.double(), v.double(), state)
+    with pytest.raises(ValueError, match="the state is on cpu, the tokens are on meta"):
+        attn.scan(q.to("meta"), k.to("meta"), v.to("meta"), state)
+    with pytest.raises(ValueError, match=r"the state has \(batch, heads, value width\)"):
+        attn.scan(q[:1], k[:1], v[:1], state)
+    with pytest.raises((ValueError, NotImplementedError), match=r"the state has \(batch|has no absorb/read"):
+        attn.read(q[:1], state)
+    if not first_case.cls.exact:  # a key-value cache holds the tokens themselves
+        out, _ = attn.scan(q.bfloat16(), k.bfloat16(), v.bfloat16(), state)
+        assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", sq.list_mechanisms())
+def test_a_switch_takes_true_and_false_alone(name):
+    """`--option center=no` arrives as the text 'no', which Python counts as true."""
+    for option in (option for option, default in sq.describe(name)["options"].items() if isinstance(default, bool)):
+        for value in ("no", 1, None):
+            with pytest.raises(TypeError, match=f"{option} must be True or False, got {value!r}"):
+                sq.create(name, 8, 2, **{option: value})
+
+
 def test_unknown_options_name_the_valid_ones(first_case):
     with pytest.raises(TypeError, match="has no option 'no_such_option'"):
         sq.create(first_case.name, 8, 2, **{**first_case.options, "no_such_option": 1})

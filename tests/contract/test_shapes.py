@@ -37,6 +37,12 @@ def test_an_empty_batch(first_case):
         assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
+def test_values_of_no_width(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=5)
+    for is_causal in first_case.causal_modes:
+        assert attn(q, k, v[..., :0], is_causal=is_causal).shape == (2, 2, 5, 0)
+
+
 def test_no_keys_give_zero(case):
     attn, (q, k, v) = case.make(), case.inputs(length=4, keys=0)
     if not attn.cross:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from subquad.features.hadamard import HadamardProjection, fwht
-from subquad.features.projections import PROJECTIONS, Projection, make_projection
+from subquad.features.projections import PROJECTIONS, make_projection
 from subquad.features.random import ExponentialFeatures, RandomFeatures, TrigFeatures
-from subquad.features.seeded import chi
+from subquad.features.seeded import Projection, chi
 from subquad.features.variance import kernel_variance, oprf_optimal_a, relative_variance, sqrt_norm_bias
 
 D = 16

@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import integrate, special
 
+from subquad.features import coupling
 from subquad.features import variance as var
 
 DIMS = [1, 2, 3, 16, 17, 64, 128]
@@ -19,8 +20,8 @@ GRID = torch.tensor([0.0, 1e-3, 0.1, 0.5, 1.0, 4.0, 8.0, 20.0, 50.0, 100.0, 200.
 @pytest.mark.parametrize("dim", DIMS)
 def test_pair_ratio_is_kummers_function(dim: int) -> None:
     exact = np.exp(-GRID.numpy()) * special.hyp1f1(dim, dim / 2, GRID.numpy() / 2)
-    np.testing.assert_allclose(var.kummer_ratio(dim, GRID).numpy(), exact, rtol=1e-12)
-    np.testing.assert_allclose(var.orthogonal_gain(dim, GRID).numpy(), 1 - exact, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(coupling.kummer_ratio(dim, GRID).numpy(), exact, rtol=1e-12)
+    np.testing.assert_allclose(coupling.orthogonal_gain(dim, GRID).numpy(), 1 - exact, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -29,18 +30,20 @@ def test_trig_pair_ratio_is_kummers_function(dim: int) -> None:
     # scipy loses all digits at 1F1(d; d/2; -w/2); its Kummer transform is a polynomial for even d and accurate.
     exact = np.exp(w / 2) * special.hyp1f1(-dim / 2, dim / 2, w / 2)
     for got, want in (
-        (var.kummer_ratio_trig(dim, GRID), exact),
-        (var.orthogonal_gain_trig(dim, GRID), 1 - exact),
+        (coupling.kummer_ratio_trig(dim, GRID), exact),
+        (coupling.orthogonal_gain_trig(dim, GRID), 1 - exact),
     ):
         assert np.max(np.abs(got.numpy() - want) / np.exp(w)) < 2e-15
 
 
 def test_gains_do_not_cancel_near_zero_nor_overflow_far_away() -> None:
     v = torch.tensor([1e-9, 1e-5], dtype=torch.float64)
-    for gain in (var.orthogonal_gain, var.orthogonal_gain_trig):
+    for gain in (coupling.orthogonal_gain, coupling.orthogonal_gain_trig):
         torch.testing.assert_close(gain(16, v), v**2 / 36, rtol=1e-4, atol=0.0)
     far = torch.tensor([1e3, 1e4, 1e6], dtype=torch.float64)
-    torch.testing.assert_close(var.orthogonal_gain(64, far), torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        coupling.orthogonal_gain(64, far), torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12
+    )
     for family in ("positive", "hyperbolic", "trig"):
         for projection in var.COUPLINGS:
             got = var.kernel_variance(family, torch.tensor([700.0, 5e3]), dim=16, directions=16, projection=projection)
@@ -48,22 +51,22 @@ def test_gains_do_not_cancel_near_zero_nor_overflow_far_away() -> None:
 
 
 def test_gain_of_trig_features_can_be_negative_and_that_of_positive_ones_cannot() -> None:
-    assert float(var.orthogonal_gain_trig(16, 12.0)) < 0
+    assert float(coupling.orthogonal_gain_trig(16, 12.0)) < 0
     v = torch.linspace(0, 60, 200)
     for dim in DIMS:
-        assert bool((var.orthogonal_gain(dim, v) >= 0).all())
+        assert bool((coupling.orthogonal_gain(dim, v) >= 0).all())
 
 
 def test_gain_is_never_below_performers_bound_and_tight_at_zero() -> None:
     v = torch.logspace(-2, 1.5, 20, dtype=torch.float64)
     for dim in (2, 4, 16, 64):
         for directions in (dim, dim - 1, 1):
-            gain = var.block_coefficient(directions, dim) * var.orthogonal_gain(dim, v)
+            gain = var.block_coefficient(directions, dim) * coupling.orthogonal_gain(dim, v)
             bound = var.performer_bound(dim, v, directions)
             assert bool((gain >= bound * (1 - 1e-12)).all())
     torch.testing.assert_close(
         var.performer_bound(16, 1e-4, 16),
-        var.block_coefficient(16, 16) * var.orthogonal_gain(16, 1e-4),
+        var.block_coefficient(16, 16) * coupling.orthogonal_gain(16, 1e-4),
         rtol=1e-3,
         atol=0,
     )
@@ -93,10 +96,10 @@ def test_simplex_gain_is_the_expectation_over_both_norms(dim: int, distance: flo
 
     kappa = 1 / (dim - 1)
     minus, plus = (math.exp(-distance) * _pair_by_quadrature(dim, k, exponential) for k in (-kappa, kappa))
-    assert float(var.simplex_gain(dim, distance)) == pytest.approx(1 - minus, abs=1e-7)
-    assert float(var.simplex_gain(dim, distance, even=True)) == pytest.approx(1 - (minus + plus) / 2, abs=1e-7)
+    assert float(coupling.simplex_gain(dim, distance)) == pytest.approx(1 - minus, abs=1e-7)
+    assert float(coupling.simplex_gain(dim, distance, even=True)) == pytest.approx(1 - (minus + plus) / 2, abs=1e-7)
     trig = math.exp(distance) * sum(_pair_by_quadrature(dim, k, cosine) for k in (-kappa, kappa)) / 2
-    assert float(var.simplex_gain_trig(dim, distance)) == pytest.approx(1 - trig, abs=1e-7)
+    assert float(coupling.simplex_gain_trig(dim, distance)) == pytest.approx(1 - trig, abs=1e-7)
 
 
 def test_published_variances_of_one_block() -> None:
@@ -249,9 +252,9 @@ def test_closed_forms_have_values_under_a_meta_default_device() -> None:
         ),
         (lambda: var.kernel_variance("trig", 1.0, dim=4, directions=0), "directions must be at least 1, got 0"),
         (lambda: var.kernel_variance("trig", 1.0, dim=4, directions=0, projection="gaussian"), "directions must be"),
-        (lambda: var.orthogonal_gain(0, 1.0), "dim must be at least 1, got 0"),
-        (lambda: var.orthogonal_gain(4, -1.0), "squared distance must not be negative"),
-        (lambda: var.simplex_gain(1, 1.0), "dim must be at least 2, got 1"),
+        (lambda: coupling.orthogonal_gain(0, 1.0), "dim must be at least 1, got 0"),
+        (lambda: coupling.orthogonal_gain(4, -1.0), "squared distance must not be negative"),
+        (lambda: coupling.simplex_gain(1, 1.0), "dim must be at least 2, got 1"),
         (lambda: var.hadamard_kurtosis(8, 0, 1.0), "blocks must be at least 1, got 0"),
         (lambda: var.taylor_error(-1, 1.0), "degree must be at least 0, got -1"),
     ],

@@ -120,6 +120,14 @@ def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
     text.write_text("one line\n")
     few = tmp_path / "few.json"
     few.write_text("[[5, 6, 7]]")
+    names = ("words", "broken", "unknown")
+    words, broken, unknown = (tmp_path / f"{name}.json" for name in names)
+    words.write_text('[["a", "b"]]')
+    broken.write_text("[[1, 2")
+    unknown.write_text(json.dumps([[5, 10**6]] * 40))
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00\xd8")
+    (tmp_path / "file").touch()
     out = ("--out", tmp_path / "out")
     cases: list[tuple[tuple[object, ...], str]] = [
         ((tmp_path / "nowhere", *out), "holds no config.json"),
@@ -129,6 +137,11 @@ def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
         ((model, "--mechanism", "linear", "--calibrate", few, *out), "fewer than one batch"),
         ((model, "--mechanism", "linear", "--calibrate", text, *out), "has no tokenizer"),
         ((model, "--mechanism", "linear", "--calibrate", tmp_path / "no.txt", *out), "No such file"),
+        ((model, "--mechanism", "linear", "--calibrate", binary, *out), "binary.txt: it cannot be read as UTF-8 text"),
+        ((model, "--mechanism", "linear", "--calibrate", words, *out), "words.json: expected a JSON list of lists"),
+        ((model, "--mechanism", "linear", "--calibrate", broken, *out), "broken.json: expected a JSON list of lists"),
+        ((model, "--mechanism", "linear", "--distill", unknown, *out), "holds the token id 1000000; the model knows"),
+        ((model, "--mechanism", "linear", "--out", tmp_path / "file" / "below"), "nothing can be written there"),
         ((model, "--mechanism", "performer", "--option", "features=sderf", *out), "pass calibration="),
     ]
     for arguments, message in cases:

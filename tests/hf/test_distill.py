@@ -7,7 +7,8 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import subquad as sq
-from subquad.hf.distillation import distill, output_loss
+from subquad.hf.distillation import distill
+from subquad.hf.distillation_losses import output_loss
 from subquad.hf.trainable import attention_tensors, trainable_buffers
 
 SDERF = {

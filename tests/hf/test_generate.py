@@ -203,6 +203,15 @@ def test_an_empty_prompt_is_refused():
         model.generate(tokens(2, 2), attention_mask=torch.tensor([[1, 1], [0, 0]]), max_new_tokens=3)
 
 
+def test_padding_on_the_right_is_refused():
+    model = decoder("linear")
+    prompt, mask = torch.tensor([[1, 2, 0], [1, 2, 3]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    with pytest.raises(ValueError, match=r"hides the last token of at least one prompt.*padding_side = 'left'"):
+        model.generate(prompt, attention_mask=mask, max_new_tokens=1)
+    left = model.generate(prompt.roll(1, 1), attention_mask=mask.roll(1, 1), max_new_tokens=1)
+    assert left.shape == (2, 4)
+
+
 def test_prompts_longer_than_learned_positions_are_refused():
     model = decoder("linear", positions="learned", max_positions=20)
     assert model.generate(tokens(1, 15), max_new_tokens=5, do_sample=False).shape == (1, 20)

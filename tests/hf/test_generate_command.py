@@ -1,4 +1,4 @@
-"""``subquad generate`` as a user meets it."""
+"""`subquad generate` as a user meets it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 import subquad as sq
 from subquad.cli import main
+from subquad.train import Run, Running, load_trained, train
 
 
 @pytest.fixture
@@ -49,6 +50,23 @@ def test_greedy_text_of_a_byte_model(folder):
     assert (code, err) == (0, "")
     assert out.rstrip("\n") == expected(folder, "né", 12).rstrip("\n")
     assert run(str(folder), "--prompt", "-", "--tokens", "12", stdin="né")[1] == out
+
+
+def test_a_run_of_training_continues_text(tmp_path):
+    run_folder = tmp_path / "run"
+    tiny = {"layers": 1, "heads": 2, "dim": 16}
+    once = {"steps": 1, "batch": 2, "valid_examples": 1}
+    quick = Running(tensorboard=False)
+    train(Run.of("text", "linear", model=tiny, settings=once, length=16), run_folder, running=quick)
+    code, out, err = run(str(run_folder), "--prompt", "né", "--tokens", "12")
+    assert (code, err) == (0, "")
+    _, model, _ = load_trained(run_folder)
+    sq.hf.SubquadForCausalLM.from_nn(model.backbone).save_pretrained(tmp_path / "saved")
+    assert out.rstrip("\n") == expected(tmp_path / "saved", "né", 12).rstrip("\n")
+    train(Run.of("copy", "linear", model=tiny, settings=once, length=4), tmp_path / "copy", running=quick)
+    code, _, err = run(str(tmp_path / "copy"), "--prompt", "a")
+    assert code == 2
+    assert "is a run of the task 'copy'" in err
 
 
 def test_beams_and_a_saved_tokenizer(folder):

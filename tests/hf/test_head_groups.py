@@ -85,6 +85,17 @@ def test_absorb_and_read_for_cross_attention():
     torch.testing.assert_close(attn.read(q, attn.absorb(k, v)), attn(q, k, v), rtol=1e-9, atol=1e-9)
 
 
+def test_a_backend_that_only_some_parts_know_is_left_to_each_of_them():
+    q, k, v = inputs(dtype=torch.float32)
+    mechanism = HeadGroups(
+        D, H, groups=[{"heads": [0, 1], "mechanism": "taylor"}, {"heads": [2, 3], "mechanism": "linear"}]
+    )
+    want = mechanism.read(q, mechanism.absorb(k, v))
+    state = mechanism.absorb(k, v, backend="triton")  # refused by each part on the CPU
+    torch.testing.assert_close(mechanism.read(q, state, backend="triton"), want)
+    torch.testing.assert_close(mechanism(q, k, v, backend="triton"), mechanism(q, k, v))
+
+
 def test_balancing_map_equalises_covariances_and_keeps_every_score():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 500, D, generator=generator, dtype=torch.float64) * torch.linspace(1, 4, D)

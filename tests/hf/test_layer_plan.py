@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import subquad as sq
-from subquad.hf.layer_plan import default_candidates, plan_layers
+from subquad.hf.layer_plan import plan_layers
+from subquad.hf.plan_candidates import default_candidates
 from subquad.hf.plan_search import search
 
 from . import zoo
@@ -20,8 +21,7 @@ SDERF = {"mechanism": "performer", "features": "sderf", "center": True, "antithe
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+def _short_measurements(own_cache, monkeypatch):
     monkeypatch.setattr("subquad.planning.cost.LENGTHS", (64, 128))
 
 

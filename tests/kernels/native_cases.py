@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,3 +131,10 @@ def compare(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, k
     ):
         assert math.isfinite(found), name
         assert found <= 2.0 * limit + 3e-7, f"{name}: {found:.1e}, torch's own float32 error {limit:.1e}"
+
+
+def run_with(isa: str, script: str) -> subprocess.CompletedProcess[str]:
+    """`script`, where {folder} stands for that of all tests, in a process whose kernels use this instruction set."""
+    script = script.format(folder=str(Path(__file__).parent.parent))
+    environment = {**os.environ, "SUBQUAD_NATIVE_ISA": isa, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)

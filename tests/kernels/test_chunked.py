@@ -105,26 +105,13 @@ def test_no_value_is_looked_at_in_the_backward(options, is_causal):
     assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
-def _saved_bytes(function) -> int:
-    """Bytes that autograd keeps between forward and backward."""
-    seen: dict[int, int] = {}
-
-    def pack(x):
-        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        function()
-    return sum(seen.values())
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_what_the_backward_keeps_is_linear_in_length_and_free_of_features(is_causal):
+def test_what_the_backward_keeps_is_linear_in_length_and_free_of_features(is_causal, saved_bytes):
     attn = _attn({"features": "positive"}, num_features=256)
     kept = {}
     for length in (1024, 2048, 4096):
         q, k, v = (torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3))
-        kept[length] = _saved_bytes(
+        kept[length] = saved_bytes(
             lambda q=q, k=k, v=v: attn(q, k, v, is_causal=is_causal, chunk_size=256, backend="chunked")
         )
     assert kept[4096] < 2.2 * kept[2048] < 2.2 * 2.2 * kept[1024]

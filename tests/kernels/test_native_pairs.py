@@ -11,6 +11,8 @@ import pytest
 
 from subquad.kernels import native_library
 
+from .native_cases import run_with
+
 pytestmark = pytest.mark.usefixtures("built")
 
 SCRIPT = """
@@ -68,14 +70,8 @@ print((library.subquad_isa() or library.subquad_error()).decode())
 """
 
 
-def run_with(isa: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "SUBQUAD_NATIVE_ISA": isa, "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.format(folder=str(Path(__file__).parent.parent))
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
-
-
 def test_the_emulation_is_as_good_as_the_contract_asks() -> None:
-    done = run_with("bf16-emulated")
+    done = run_with("bf16-emulated", SCRIPT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["bf16-emulated", "right"]
 
@@ -87,7 +83,7 @@ def test_the_instruction_where_the_cpu_has_it() -> None:
         [sys.executable, "-c", ASK, library], env=environment, capture_output=True, text=True, check=True
     )
     if asked.stdout.strip() == "avx512bf16":
-        done = run_with("avx512bf16")
+        done = run_with("avx512bf16", SCRIPT)
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["avx512bf16", "right"]
         return

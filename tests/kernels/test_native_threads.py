@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from torch import Tensor
 from subquad.features.base import FeatureMap
 from subquad.kernels import chunked, native, native_library
 
-from .native_cases import attend, compare, make_map, with_gradients
+from .native_cases import attend, compare, make_map, run_with, with_gradients
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -107,15 +106,9 @@ print("right")
 """
 
 
-def run_with(isa: str) -> subprocess.CompletedProcess[str]:
-    script = SCRIPT.format(folder=str(Path(__file__).parent.parent))
-    environment = {**os.environ, "SUBQUAD_NATIVE_ISA": isa, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 def test_every_instruction_set_of_this_machine(isa: str) -> None:
-    done = run_with(isa)
+    done = run_with(isa, SCRIPT)
     if done.returncode == 0:
         assert done.stdout.split() == [isa, "right"]
         return
@@ -127,7 +120,7 @@ def test_every_instruction_set_of_this_machine(isa: str) -> None:
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
-    done = run_with("mmx")
+    done = run_with("mmx", SCRIPT)
     assert done.returncode != 0 and "SUBQUAD_NATIVE_ISA=mmx is not an instruction set of this build" in done.stderr
 
 

@@ -155,10 +155,10 @@ def test_the_error_command_refuses(arguments):
 PLAN = ("plan", "taylor", "performer", "--heads", "1", "--head-dim", "16", "--std", "0.3")
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_the_plan_command(tmp_path, monkeypatch):
     from subquad.planning import cost
 
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cost, "LENGTHS", (64, 128))
     monkeypatch.setattr(cost, "ROUNDS", 1)
     target = tmp_path / "plan.json"

@@ -1,6 +1,7 @@
 """The report: what it measures, keeps, skips and recommends, without looking at its page."""
 
 import dataclasses
+import html
 import json
 import os
 import signal
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from subquad.cli import main
+from subquad.lab import errors
 from subquad.lab.report import (
     Outcome,
     Settings,
+    error,
     model,
     published,
     quick,
@@ -22,10 +25,12 @@ from subquad.lab.report import (
     running,
     spectrum,
     speed,
+    writing,
 )
 from subquad.lab.report import memory as memory_section
 from subquad.lab.report.notebook import Notebook
 from subquad.lab.report.running import Clock, Job, Section, measure
+from subquad.lab.report.settings import QUICK_SHARES, SHARES
 
 from .report_case import TINY
 
@@ -138,7 +143,7 @@ def test_what_does_not_fit_into_memory_is_skipped_before_it_runs(tmp_path: Path)
     assert done
     assert ran == ["small"]
     assert "GiB" in book.skipped["s: huge"]["reason"]
-    assert "skipped, needs about" in lines[0]
+    assert lines[-1].startswith("s: skipped, needs about")
     settings = dataclasses.replace(TINY, lengths=(32, 10**9))
     assert max(job.memory for job in speed.jobs(settings, book)) > 2**40
 
@@ -167,6 +172,46 @@ def test_time_that_is_used_up_skips_all_but_the_first(tmp_path: Path) -> None:
     assert measure([Section("s", 1.0, [_job("a", ran, first=True), _job("b", ran)])], book, 1e-9)
     assert ran == ["a"]
     assert "--resume" in book.skipped["s: b"]["reason"]
+
+
+def test_a_report_without_time_shows_something_in_every_section_and_says_once_what_is_missing(tmp_path: Path) -> None:
+    settings, lines = dataclasses.replace(TINY, seconds=1e-6, mechanisms=("linear", "local")), []
+    hurried = report(tmp_path, settings, pictures=False, on_step=lambda line, done, total: lines.append(line))
+    assert hurried.notebook.failures == []
+    sections = set(SHARES)
+    assert {cell["section"] for cell in hurried.notebook.cells.values()} == sections - {"memory"}
+    assert len(hurried.notebook.skipped) > 10
+    assert "What to use" in hurried.table
+    reason = "the section's share of the 0 s was used up"
+    assert hurried.table.count(reason) == 1
+    assert hurried.page.read_text(encoding="utf-8").count(html.escape(reason)) == 1
+    told = [line for line in lines if reason in line]
+    assert len(told) == len({item["section"] for item in hurried.notebook.skipped.values()})
+    for item in hurried.notebook.skipped.values():
+        assert item["cell"] in " ".join(told)
+        assert item["cell"] in " ".join(hurried.table.split())
+
+
+def test_shares_name_every_section() -> None:
+    names = {section.name for section in writing.sections(TINY, Notebook(Path("unused.json"), {}))}
+    assert set(SHARES) == set(QUICK_SHARES) == names
+    assert quick(Settings()).shares == QUICK_SHARES
+
+
+def test_baselines_are_found_once_per_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    true = errors.baseline_errors
+    monkeypatch.setattr(errors, "baseline_errors", lambda *given: found.append(1) or true(*given))
+    book = Notebook(tmp_path / "r.json", {})
+    settings = dataclasses.replace(TINY, error_features=(16,))
+    jobs = error.jobs(settings, book)
+    assert measure([Section("error", 1.0, jobs)], book, 100.0)
+    assert book.failures == []
+    assert len(found) == len(TINY.error_data or ())
+    alone = error.jobs(settings, Notebook(tmp_path / "other.json", {}))[1].run(Clock(0.0))
+    for asked, result in book.of("error"):
+        if asked["name"] == jobs[1].asked["name"]:
+            assert result["baselines"] == alone["baselines"]
 
 
 def test_an_interrupt_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> None:
@@ -278,8 +323,8 @@ def _saved_bert(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the tokenizers' bindings
-def test_a_model_gets_an_error_curve_and_a_plan_per_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("own_cache")
+def test_a_model_gets_an_error_curve_and_a_plan_per_layer(tmp_path: Path) -> None:
     _saved_bert(tmp_path / "bert")
     seen = model.captured(tmp_path / "bert")
     assert [layer.index for layer in seen.layers] == [0, 1]
@@ -297,3 +342,7 @@ def test_a_model_gets_an_error_curve_and_a_plan_per_layer(tmp_path: Path, monkey
     (tmp_path / "few.txt").write_text("too short")
     with pytest.raises(ValueError, match="too few"):
         model.captured(tmp_path / "bert", tmp_path / "few.txt")
+    for name in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bert" / name).unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="there is no tokenizer"):  # transformers would make one up
+        model.captured(tmp_path / "bert")

@@ -29,3 +29,14 @@ def hybrid(far, window, sinks, heads=2, kv_heads=None, dim=4):
         with torch.no_grad():
             attn.log_scale.copy_(torch.linspace(-0.5, 0.7, heads))
     return attn
+
+
+def product(phi, q, k, scale):
+    """phi(q) . phi(k), written out: what the far field weighs each pair by."""
+    rows, keys = phi.queries(q, scale), phi.keys(k, scale)
+
+    def whole(features):
+        values = 1.0 if features.values is None else features.values
+        return values if features.log_scale is None else values * features.log_scale.exp()
+
+    return whole(rows) @ whole(keys).mT

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from subquad.mechanisms.linear import LinearAttention
     [
         ("performr", {}, ValueError, "did you mean 'performer'"),
         (3, {}, TypeError, "mechanism must be a name"),
+        (sq.Mechanism, {}, TypeError, "got the base class Mechanism"),
+        ("performer", {"num_features": np.int64(8)}, TypeError, r"use int\(\.\.\.\)"),
         ("performer", {"num_feature": 3}, TypeError, "did you mean 'num_features'"),
         ("performer", {"num_features": 0}, ValueError, "num_features must be at least 1"),
         ("performer", {"num_features": -2}, ValueError, "num_features must be at least 1"),
@@ -126,6 +129,11 @@ def test_describe_and_list():
     assert set(sq.list_mechanisms(causal=True)) | set(sq.list_mechanisms(causal=False)) == set(MECHANISMS)
     with pytest.raises(ValueError, match="is not known"):
         sq.describe("nothing")
+
+
+def test_a_property_is_true_or_false():
+    with pytest.raises(TypeError, match="causal must be True or False, got 'yes'"):
+        sq.list_mechanisms(causal="yes")
 
 
 def test_attention_checks_before_it_builds():

@@ -11,7 +11,7 @@ import subquad as sq
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures, TrigFeatures
 
-from .hybrid_cases import PERFORMER, hybrid, tokens
+from .hybrid_cases import PERFORMER, hybrid, product, tokens
 
 FARS = [
     PERFORMER,
@@ -115,16 +115,6 @@ def test_a_window_and_sinks_beat_either_field_alone():
 # -- the far weights are on the scale of e^{q.k} ---------------------------------------------------------------------
 
 
-def _product(phi, q, k, scale):
-    rows, keys = phi.queries(q, scale), phi.keys(k, scale)
-
-    def whole(features):
-        values = 1.0 if features.values is None else features.values
-        return values if features.log_scale is None else values * features.log_scale.exp()
-
-    return whole(rows) @ whole(keys).mT
-
-
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("features", ["positive", "hyperbolic", "oprf", "sderf", "trig"])
 def test_random_maps_estimate_the_exponential_itself(features, center):
@@ -137,7 +127,7 @@ def test_random_maps_estimate_the_exponential_itself(features, center):
         phi = ExponentialFeatures(4, 1 << 14, features=features, **options)
     phi.calibrate(q, k)
     assert phi.estimates_softmax
-    ratio = _product(phi, q, k, 0.7) / (0.7 * q @ k.mT).exp()
+    ratio = product(phi, q, k, 0.7) / (0.7 * q @ k.mT).exp()
     # 2^14 features: errors of a few percent. A factor e^{x.ybar} left out would be one of 1.5 and more.
     assert (ratio - 1).abs().median() < 0.05
     assert abs(ratio.mean().item() - 1) < 0.05
@@ -151,7 +141,7 @@ def test_centred_taylor_estimates_the_exponential_itself(degree, scale):
     phi = PolynomialFeatures(4, degree=degree, center=True, kv_heads=2)
     phi.calibration.update(q, k)
     exact = (scale * q @ k.mT).exp()
-    assert (_product(phi, q, k, scale) / exact - 1).abs().max() < 0.02
+    assert (product(phi, q, k, scale) / exact - 1).abs().max() < 0.02
     # Without the query's factor e^{x.ybar}, which plain attention never notices, it is off by orders of magnitude.
     rows = phi.queries(q, scale)
     without = rows.values @ (phi.keys(k, scale).values * phi.keys(k, scale).log_scale.exp()).mT

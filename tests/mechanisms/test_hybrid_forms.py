@@ -13,18 +13,7 @@ from hypothesis import given, settings
 import subquad as sq
 from subquad.mechanisms import near_far, two_sided, windows
 
-from .hybrid_cases import PERFORMER, hybrid, tokens
-
-
-def _product(phi, q, k, scale):
-    rows, keys = phi.queries(q, scale), phi.keys(k, scale)
-
-    def whole(features):
-        values = 1.0 if features.values is None else features.values
-        return values if features.log_scale is None else values * features.log_scale.exp()
-
-    return whole(rows) @ whole(keys).mT
-
+from .hybrid_cases import PERFORMER, hybrid, product, tokens
 
 # -- numerics: each with the wrong version beside it ---------------------------------------------------------
 
@@ -39,7 +28,7 @@ def test_a_far_field_made_by_subtraction_would_lose_it():
     got = attn(q, k, v)[:, :, 26:35]
     assert (got - want).abs().max() < 1e-5
     near = torch.ones(60, 60, dtype=torch.bool).tril(4).triu(-4)
-    weights = _product(attn.far.feature_map, q, k, 0.5)
+    weights = product(attn.far.feature_map, q, k, 0.5)
     values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     far = weights @ values - (weights * near) @ values
     both = far + ((0.5 * q @ k.mT).exp() * near) @ values
@@ -200,21 +189,12 @@ def test_reference_and_fast_states_continue_each_other():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_backward_keeps_linear_memory(is_causal):
+def test_backward_keeps_linear_memory(is_causal, saved_bytes):
     attn = hybrid({**PERFORMER, "num_features": 64}, 16, 2)
     kept = []
     for length in (256, 1024):
-        q, k, v = (x.requires_grad_() for x in tokens(length, dtype=torch.float32))
-        sizes = {}
-
-        def pack(x, sizes=sizes):
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = attn(q, k, v, is_causal=is_causal, chunk_size=64)
-        kept.append(sum(sizes.values()))
-        out.sum().backward()
+        x = [x.requires_grad_() for x in tokens(length, dtype=torch.float32)]
+        kept.append(saved_bytes(lambda x=x: attn(*x, is_causal=is_causal, chunk_size=64)))
     assert kept[1] < 4.5 * kept[0]
     # Features alone would be 2 * 64 floats per token and head for each of several operations.
     assert kept[1] < 1024 * 2 * 4 * 120

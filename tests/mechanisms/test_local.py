@@ -136,21 +136,12 @@ def test_read_stands_where_the_next_token_would(backend):
     assert (empty.read(q, empty.absorb(k, v), backend=backend) == 0).all()
 
 
-def test_the_backward_keeps_memory_of_the_length_and_not_of_the_window():
+def test_the_backward_keeps_memory_of_the_length_and_not_of_the_window(saved_bytes):
     attn = sq.create("local", 8, window=256)
     kept = {}
     for length in (2048, 4096):
         q, k, v = (torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3))
-        storages = {}
-
-        def keep(x, storages=storages):
-            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = attn(q, k, v, is_causal=True, chunk_size=256)
-        kept[length] = sum(storages.values())
-        assert out.requires_grad
+        kept[length] = saved_bytes(lambda x=(q, k, v): attn(*x, is_causal=True, chunk_size=256))
     # q, k, v, padded k and v, and a window per chunk: well under twenty times 8 numbers per token and head, where the
     # scores alone would be over 256.
     assert kept[4096] < 4 * 2 * 4096 * 8 * 20

@@ -83,26 +83,10 @@ def test_frozen_and_tied_parameters(monkeypatch, tokens):
     assert_same(got, gradients(model, run), 1e-12)
 
 
-def kept_bytes(model, ids):
-    """Bytes that autograd keeps for the backward, without parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen = {}
-
-    def pack(x):
-        if x.untyped_storage().data_ptr() not in own:
-            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        out = model(ids)
-    assert out.requires_grad
-    return sum(seen.values())
-
-
-def test_activation_memory_does_not_depend_on_depth(tokens):
+def test_activation_memory_does_not_depend_on_depth(tokens, saved_bytes):
     def kept(layers, **options):
         model = sq.nn.TransformerDecoder(layers=layers, heads=2, dim=16, vocab=19, mechanism="softmax", **options)
-        return kept_bytes(model, tokens(2, 32))
+        return saved_bytes(lambda: model(tokens(2, 32)), without=model.parameters())
 
     assert kept(8, reversible=True) == kept(2, reversible=True)
     assert kept(8) > 2.5 * kept(2)

@@ -17,11 +17,7 @@ D = 32
 FAST = ["performer", "taylor", "hybrid", "local"]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache_and_short_measurements(tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cost, "LENGTHS", (128, 256, 512))
-    monkeypatch.setattr(cost, "ROUNDS", 1)
+pytestmark = pytest.mark.usefixtures("own_cache", "short_measurements")
 
 
 def data(kind, length=384, heads=2, seed=0):
@@ -61,7 +57,7 @@ def test_the_first_choice_meets_the_target(kind, target, length, monkeypatch):
     """The very draw that it names, on fresh data of the same kind: at most 1.2 times the target."""
     q, k = data(kind)
     # The clock of a busy machine must not decide a test: softmax costs what its length says, the others the same.
-    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
+    monkeypatch.setattr(cost, "seconds_of", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
     answer = sq.plan(q, k, target_error=target, length=length, mechanisms=FAST)
     best = answer.best
     assert best is not None, str(answer)
@@ -120,7 +116,7 @@ def test_worse_than_the_mean_of_values_is_not_recommended():
 
 
 def test_softmax_where_it_is_faster(monkeypatch):
-    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 if _is_softmax(call) else 1.0)
+    monkeypatch.setattr(cost, "seconds_of", lambda call, inputs, training: 1e-9 if _is_softmax(call) else 1.0)
     q, k = data("flat")
     answer = sq.plan(q, k, mechanisms=["taylor"], length=64)
     assert answer.attainable
@@ -130,7 +126,7 @@ def test_softmax_where_it_is_faster(monkeypatch):
 
 def test_later_tokens_count(monkeypatch):
     """The first quarter is nearly uniform, the rest sharp: what random features do there says nothing of the whole."""
-    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
+    monkeypatch.setattr(cost, "seconds_of", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
     generator = torch.Generator().manual_seed(0)
     length = 4096
     q, k = torch.randn(2, 1, 1, length, 16, generator=generator)
@@ -146,7 +142,7 @@ def test_later_tokens_count(monkeypatch):
 def test_what_is_measured_at_the_length_is_not_carried_on(monkeypatch):
     """Tokens 1024 to 2048 see everything, all others themselves: the error of a window grows from 1024 to 2048 tokens
     and falls again to 4096, where it meets the target."""
-    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
+    monkeypatch.setattr(cost, "seconds_of", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2] ** _power(call))
     generator = torch.Generator().manual_seed(0)
     length, width = 4096, 64
     q, k = 0.1 * torch.randn(2, 1, 1, length, width, generator=generator)
@@ -285,7 +281,7 @@ def test_readable_and_reproducible():
     assert torch.equal(torch.get_rng_state(), before)
     second = sq.plan(q, k, mechanisms=["performer", "local"], length=5000)
     assert str(first) == str(second)  # times come from the table, draws from the seed
-    assert json.loads(json.dumps(first.to_json(), allow_nan=False)) == second.to_json()
+    assert json.loads(json.dumps(first.as_dict(), allow_nan=False)) == second.as_dict()
     lines = str(first).splitlines()
     assert any("performer (hyperbolic, num_features=" in line for line in lines)
     assert any(line.startswith("baselines") and "hermite-2" in line for line in lines)
@@ -309,6 +305,14 @@ def test_wrong_input(arguments, kind, message):
     q, k = data("flat", length=50)
     with pytest.raises(kind, match=message):
         sq.plan(q[:, :, :40], k, **arguments)
+
+
+def test_attention_that_is_zero_or_undefined_is_not_blamed_on_a_mask():
+    q, k = data("flat", length=50)
+    with pytest.raises(ValueError, match=r"too large \(entries up to \de\+30\)"):
+        sq.plan(1e30 * q / q.abs().max(), 1e30 * k / k.abs().max(), mechanisms=["taylor"])
+    with pytest.raises(ValueError, match="v is 0"):
+        sq.plan(q, k, torch.zeros_like(k), mechanisms=["taylor"])
 
 
 def test_normalisers_that_may_cross_zero_are_not_recommended():

@@ -5,15 +5,10 @@ import json
 import pytest
 
 import subquad as sq
-from subquad.planning import cost
+from subquad.planning import cache, cost
 from subquad.planning.cost import CostModel, TimeEstimate, predict_time
 
-
-@pytest.fixture(autouse=True)
-def _own_cache_and_short_measurements(tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cost, "LENGTHS", (128, 256, 512))
-    monkeypatch.setattr(cost, "ROUNDS", 1)
+pytestmark = pytest.mark.usefixtures("own_cache", "short_measurements")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +51,7 @@ def test_predict_time_adds_up_and_is_kept(monkeypatch):
         length = inputs[0].shape[-2]
         return 1e-6 * length if inputs[0].dim() == 3 else 2e-6 * length
 
-    monkeypatch.setattr(cost, "_run", run)
+    monkeypatch.setattr(cost, "seconds_of", run)
     once = predict_time("linear", 4096, layers=3, heads=2, head_dim=8, batch=2)
     assert once.seconds == pytest.approx(6 * 3e-6 * 4096)
     measured = len(calls)
@@ -75,7 +70,7 @@ def test_really_times_and_survives_a_broken_table():
     attend = sq.create("linear", 8)
     (model,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
     assert sorted(model.points) == [128, 256, 512]
-    path = cost.table_path(cost.FILE)
+    path = cache.table_path(cost.FILE)
     table = json.loads(path.read_text())
     path.write_text(json.dumps({key: {"128": "soon"} for key in table}))
     (again,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
@@ -85,7 +80,7 @@ def test_really_times_and_survives_a_broken_table():
 def test_times_of_a_busy_hour_are_scaled_by_softmax(monkeypatch):
     """Everything takes four times as long when the second mechanism is added: the table must not hold it against it."""
     load = 1.0
-    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: load * 1e-6 * inputs[0].shape[-2])
+    monkeypatch.setattr(cost, "seconds_of", lambda call, inputs, training: load * 1e-6 * inputs[0].shape[-2])
     softmax, first, second = (sq.create(name, 8) for name in ("softmax", "linear", "efficient"))
     before = cost.attention_costs([first, softmax], heads=1)
     load = 4.0

@@ -8,10 +8,7 @@ import torch
 import subquad as sq
 from subquad.planning import crossover
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_softmax_below_and_the_mechanism_above():

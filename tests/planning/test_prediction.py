@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.features import variance
+from subquad.features import coupling
 from subquad.features.base import weigh
 from subquad.planning import covariance
 from subquad.planning.sampling import blocks, evenly, pick_keys, pick_rows
@@ -134,12 +134,12 @@ def test_a_batch_of_grouped_heads_causal_and_masked():
 @pytest.mark.parametrize(
     ("trig", "paired", "projection", "gain"),
     [
-        (False, False, "orthogonal", variance.orthogonal_gain),
-        (False, True, "orthogonal", variance.orthogonal_gain),
-        (True, True, "orthogonal", variance.orthogonal_gain_trig),
-        (False, False, "simplex", variance.simplex_gain),
-        (False, True, "simplex", lambda d, v: variance.simplex_gain(d, v, even=True)),
-        (True, True, "simplex", variance.simplex_gain_trig),
+        (False, False, "orthogonal", coupling.orthogonal_gain),
+        (False, True, "orthogonal", coupling.orthogonal_gain),
+        (True, True, "orthogonal", coupling.orthogonal_gain_trig),
+        (False, False, "simplex", coupling.simplex_gain),
+        (False, True, "simplex", lambda d, v: coupling.simplex_gain(d, v, even=True)),
+        (True, True, "simplex", coupling.simplex_gain_trig),
     ],
 )
 def test_the_series_sums_to_the_closed_form_on_the_diagonal(dim, trig, paired, projection, gain):
@@ -187,39 +187,6 @@ def test_shift_invariance():
     assert without.error > 2 * plain.error
 
 
-def test_baselines_of_gaussian_rows():
-    """Scores N(0, tau^2) in each row: the closed forms of the best polynomial of degree 0, 1 and 2."""
-    generator = torch.Generator().manual_seed(3)
-    tau = 0.8
-    q = torch.randn(1, 1, 64, D, generator=generator, dtype=torch.float64)
-    q *= tau * math.sqrt(D) / q.norm(dim=-1, keepdim=True)
-    k = torch.randn(1, 1, 8192, D, generator=generator, dtype=torch.float64)
-    found = sq.predict_error(q, k, "taylor", degree=2).baselines
-    assert found["uniform"] == pytest.approx(float(variance.hermite_error(0, tau)), rel=0.03)
-    assert found["degree-1"] == pytest.approx(float(variance.hermite_error(1, tau)), rel=0.05)
-    assert found["hermite-2"] == pytest.approx(float(variance.hermite_error(2, tau)), rel=0.1)
-    plain = sq.predict_error(q, k, "taylor", degree=2)
-    assert plain.method == "computed"
-    assert plain.error == pytest.approx(float(variance.taylor_error(2, tau)), rel=0.1)
-
-
-@pytest.mark.parametrize("options", [{"degree": 1}, {"degree": 2}, {"degree": 1, "center": True}, {"hermite": True}])
-def test_taylor_is_what_the_mechanism_computes(options):
-    generator = torch.Generator().manual_seed(4)
-    q, k = 0.7 * torch.randn(2, 1, 2, 30, 8, generator=generator, dtype=torch.float64) + 0.3
-    v = torch.randn(1, 2, 30, 5, generator=generator, dtype=torch.float64)
-    prediction = sq.predict_error(q, k, "taylor", v=v, is_causal=True, **options)
-    attend = sq.create("taylor", 8, 2, **options)
-    if "degree" not in options or "center" in options:
-        attend.calibrate(q, k)
-    exact = sq.attention(q, k, v, "softmax", is_causal=True)
-    error = float((attend(q, k, v, is_causal=True) - exact).square().sum() / exact.square().sum())
-    assert prediction.output_error == pytest.approx(error, rel=1e-9)
-    weights = attend(q, k, torch.eye(30, dtype=torch.float64).expand(1, 2, 30, 30), is_causal=True)
-    exact = sq.attention(q, k, torch.eye(30, dtype=torch.float64).expand(1, 2, 30, 30), "softmax", is_causal=True)
-    assert prediction.error == pytest.approx(float((weights - exact).square().sum() / exact.square().sum()), rel=1e-9)
-
-
 def test_says_where_it_breaks():
     q, k = (3.0 * x for x in gaussian("isotropic"))
     positive = sq.predict_error(q, k, "performer", num_features=64)
@@ -245,7 +212,7 @@ def test_more_features_and_an_object():
     assert by_object.error == sq.predict_error(q, k, "performer", num_features=128, features="sderf").error
     more = sq.predict_error(q, k, "performer", num_features=1024, features="sderf")
     assert more.error == pytest.approx(by_object.error / 8, rel=1e-6)  # whole blocks: exactly 1/M
-    json.dumps(more.to_json())
+    json.dumps(more.as_dict())
 
 
 def test_torch_generator_is_left_alone():

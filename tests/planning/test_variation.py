@@ -18,10 +18,9 @@ FORM = {"is_causal": False, "scale": None, "key_mask": None, "seed": 0}
 
 
 @pytest.fixture(autouse=True)
-def _own_cache_and_no_clock(tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+def _no_clock(own_cache, monkeypatch):
     monkeypatch.setattr(cost, "LENGTHS", (128, 256, 512))
-    monkeypatch.setattr(cost, "_run", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2])
+    monkeypatch.setattr(cost, "seconds_of", lambda call, inputs, training: 1e-9 * inputs[0].shape[-2])
 
 
 def inputs(seed, *, length=512, heads=2, batch=1, size=0.8):

@@ -42,14 +42,17 @@ def test_text_targets_are_the_next_bytes_and_splits_do_not_overlap(tmp_path: Pat
 
 def test_masking_hides_a_share_and_keeps_the_rest() -> None:
     tokens = torch.arange(10_000) % 50
-    seen, targets = mask_tokens(tokens, 0.15, 50, 50, torch.Generator().manual_seed(0))
+    example = mask_tokens(tokens, 50, 50, torch.Generator().manual_seed(0))
+    seen, targets = example["tokens"], example["targets"]
     chosen = targets != IGNORED
+    assert example["weight"] == chosen.sum()
     assert 0.13 < float(chosen.float().mean()) < 0.17
     assert torch.equal(seen[~chosen], tokens[~chosen])
     assert torch.equal(targets[chosen], tokens[chosen])
     assert 0.77 < float((seen[chosen] == 50).float().mean()) < 0.83
-    one = mask_tokens(torch.tensor([3]), 0.0, 50, 50, torch.Generator().manual_seed(0))
-    assert one[1].tolist() == [3]  # never nothing to predict
+    for seed in range(20):
+        one = mask_tokens(torch.tensor([3]), 50, 50, torch.Generator().manual_seed(seed))
+        assert one["targets"].tolist() == [3]  # never nothing to predict
 
 
 def test_a_file_larger_than_what_may_be_read_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

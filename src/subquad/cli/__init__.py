@@ -22,7 +22,7 @@ _NO_CLI = "subquad: the command line needs typer and rich, which are not install
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the ``subquad`` command; without the ``cli`` extra, say how to get it and exit with status 2."""
+    """Run the `subquad` command; without the `cli` extra, say how to get it and exit with status 2."""
     try:
         import rich.progress  # noqa: F401
         import typer  # noqa: F401

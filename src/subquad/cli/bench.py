@@ -1,4 +1,4 @@
-"""``subquad bench``."""
+"""`subquad bench`."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from subquad.cli.terminal import numbers, progress, user_errors
+from subquad.files import check_writable
 
 if TYPE_CHECKING:
     from subquad.lab.bench import Cell, Comparison
@@ -53,6 +54,9 @@ def bench(
             from subquad.lab.compare_runs import saved_path
 
             where = saved_path(save)
+            check_writable("--save", where)
+        if json is not None:
+            check_writable("--json", json)
         earlier = None if where is None else _interrupted(where)
         skipped: set[tuple[int, bool]] = set()
 
@@ -124,6 +128,8 @@ def _ratios(sides: tuple[str, str], names: list[str], lengths: str, common: dict
     from subquad.lab.compare_worktrees import compare_revisions, is_revision
 
     with user_errors(), progress("racing") as step:
+        if json is not None:
+            check_writable("--json", json)
 
         def file(name: str) -> Path | None:
             try:

@@ -1,13 +1,16 @@
-"""``subquad convert``."""
+"""`subquad convert`."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from subquad.cli.generate import TOKENIZER_FILES
 from subquad.cli.terminal import numbers, progress, user_errors
+from subquad.files import check_writable
+
+if TYPE_CHECKING:
+    from subquad.hf.conversion_report import ConversionReport
 
 __all__ = ["convert"]
 
@@ -35,23 +38,17 @@ def _check_target(model: str, out: Path) -> None:
         raise ValueError(
             f"--out {out} is the folder of the model itself: its weights would be overwritten. Name another folder"
         )
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; a folder is expected, new or existing")
+    check_writable("--out", out, folder=True)
 
 
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    # Asked for one of a folder that has none, transformers makes one up from the model's type.
-    if any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-        return AutoTokenizer.from_pretrained(folder)
-    return None  # such a model takes token ids
-
-
-def _documents(file: Path, tokenizer: Any, longest: int, least: int) -> list[list[int]]:
+def _documents(file: Path, tokenizer: Any, config: Any, longest: int, least: int) -> list[list[int]]:
     from subquad.lab.quality import read_documents
 
     documents = read_documents(file, tokenizer, longest)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    largest = max((max(document) for document in documents), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise ValueError(f"{file} holds the token id {largest}; the model knows 0 to {vocabulary - 1}")
     if len(documents) < least:
         raise ValueError(
             f"{file} holds {len(documents)} documents, fewer than one batch: at least {least} of two or more tokens "
@@ -105,6 +102,7 @@ def convert(
     from subquad import hf
     from subquad.hf.distillation import distill as run_distillation
     from subquad.hf.restoring import saved_class
+    from subquad.hf.tokenization import saved_tokenizer
     from subquad.lab import machine, write_json
     from subquad.lab.converted import memory_of, pays_from, time_models
     from subquad.lab.quality import KINDS, figure, kind_of, to_batches
@@ -118,19 +116,19 @@ def convert(
         _check_target(model, out)
         step("loading the model", 0, 5)
         exact = saved_class(model).from_pretrained(model).eval()
-        tokenizer = _tokenizer(model)
+        tokenizer = saved_tokenizer(model)  # a model without one takes token ids
         longest = _longest(exact.config, tokenizer)
         padding = exact.config.get_text_config().pad_token_id or 0
         held: list[dict[str, torch.Tensor]] = []
         aside: list[list[int]] = []
         batches, training = None, None
         if calibrate is not None:
-            texts = _documents(calibrate, tokenizer, longest, 2 * _BATCH)[:documents]
+            texts = _documents(calibrate, tokenizer, exact.config, longest, 2 * _BATCH)[:documents]
             aside = texts[::_HELD_OUT]
             held = to_batches(aside, _BATCH, padding)
             batches = to_batches(_without(texts, aside, calibrate), _BATCH, padding)
         if distill is not None:
-            texts = _documents(distill, tokenizer, longest, _BATCH)
+            texts = _documents(distill, tokenizer, exact.config, longest, _BATCH)
             training = to_batches(_without(texts, aside, distill)[:documents], _BATCH, padding)
         step("calibrating and measuring each layer", 1, 5)
         converted, report = hf.convert(copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches)
@@ -148,8 +146,8 @@ def convert(
                 "exact": figure(kind, exact, held, **settings),
                 "converted": figure(kind, converted, held, **settings),
             }
-            for name, (choice, options) in _baselines(report).items():
-                other, _ = hf.convert(copy.deepcopy(exact), choice, layers=report.converted, **options)
+            for name, choice in _baselines(report).items():
+                other, _ = hf.convert(copy.deepcopy(exact), choice, layers=report.converted)
                 values[name] = figure(kind, other, held, **settings)
         if training is not None:
             step("distilling", 3, 5)
@@ -181,17 +179,16 @@ def convert(
     print(f"the converted model and every number: {out}", file=sys.stderr)
 
 
-def _baselines(report: Any) -> dict[str, tuple[Any, dict[str, Any]]]:
+def _baselines(report: "ConversionReport") -> dict[str, Any]:
     """What any conversion must beat, in the same layers: the mean of the values, and the window alone."""
-    import torch
+    from subquad.lab.quality import Uniform
 
     configs = [layer.mechanism for layer in report.layers if layer.mechanism is not None]
-    uniform = ("performer", {"num_features": 1, "features": torch.ones_like, "kernel_eps": 0.0})
-    found: dict[str, tuple[Any, dict[str, Any]]] = {"uniform": uniform}
-    windows = [config.get("window") for config in configs]
-    if all(isinstance(window, int) for window in windows):
+    found: dict[str, Any] = {"uniform": Uniform}
+    windows = [config["window"] for config in configs if isinstance(config.get("window"), int)]
+    if windows and len(windows) == len(configs):
         sinks = max(int(config.get("sinks") or 0) for config in configs)
-        found["window only"] = ("local", {"window": max(windows), "global_tokens": sinks})
+        found["window only"] = {"mechanism": "local", "window": max(windows), "global_tokens": sinks}
     return found
 
 

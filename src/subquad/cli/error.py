@@ -1,4 +1,4 @@
-"""``subquad error``."""
+"""`subquad error`."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from subquad.cli.terminal import numbers, progress, user_errors
+from subquad.files import check_writable
 
 __all__ = ["error"]
 
@@ -49,6 +50,8 @@ def error(
         return [] if text == "none" else [word.strip() for word in text.split(",")]
 
     with user_errors(), progress("measuring errors") as step:
+        if json is not None:
+            check_writable("--json", json)
         calibration = None
         if file is not None:
             inputs = read_inputs(file, prefix)

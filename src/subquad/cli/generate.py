@@ -1,4 +1,4 @@
-"""``subquad generate``."""
+"""`subquad generate`."""
 
 import sys
 from pathlib import Path
@@ -11,25 +11,20 @@ from subquad.cli.terminal import user_errors
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TOKENIZER_FILES", "generate"]
-
-# Any of these means that the folder has a tokenizer of its own.
-TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+__all__ = ["generate"]
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
+    from subquad.hf.tokenization import saved_tokenizer
 
-    from subquad.hf import ByteTokenizer
-
-    if any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if config.get("model_type") == "subquad" and config.get("vocab") == 256:
-        return ByteTokenizer()
-    raise ValueError(
-        f"{folder} has no tokenizer, and its vocabulary of {config.get('vocab')} is not that of bytes (256); save one "
-        "there with tokenizer.save_pretrained(folder), for example subquad.hf.ByteTokenizer()"
-    )
+    found = saved_tokenizer(folder)
+    if found is None:
+        size = config.get("vocab", config.get("vocab_size"))
+        raise ValueError(
+            f"{folder} has no tokenizer, and its vocabulary of {size} is not known to be that of bytes; save "
+            "one there with tokenizer.save_pretrained(folder), for example subquad.hf.ByteTokenizer()"
+        )
+    return found
 
 
 def _model(folder: Path, config: dict[str, Any]) -> Any:
@@ -40,6 +35,32 @@ def _model(folder: Path, config: dict[str, Any]) -> Any:
     if config.get("model_type") == "subquad":
         return SubquadForCausalLM.from_pretrained(folder, local_files_only=True)
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def _trained(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
+    """The newest checkpoint of a run that `subquad train text` left behind."""
+    from subquad.hf import ByteTokenizer, SubquadForCausalLM
+    from subquad.tasks.heads import CausalModel
+    from subquad.train import load_trained
+
+    run, model, _ = load_trained(folder)
+    if run.task.name != "text" or not isinstance(model, CausalModel) or model.backbone.config.vocab != 256:
+        raise ValueError(
+            f"{folder} is a run of the task {run.task.name!r} without a model that continues text; expected one of "
+            "'text' on bytes that is not masked, or a folder written by save_pretrained"
+        )
+    return SubquadForCausalLM.from_nn(model.backbone), ByteTokenizer()
+
+
+def _open(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
+    """Model and tokenizer, whoever wrote the folder."""
+    from subquad.hf.restoring import read_config  # its room also registers the model classes
+
+    if (folder / "run.json").is_file() and not (folder / "config.json").is_file():
+        return _trained(folder)
+    config = read_config(folder)
+    tokenizer = _tokenizer(folder, config)
+    return _model(folder, config).eval(), tokenizer
 
 
 def _check_room(config: Any, prompt: int, tokens: int) -> None:
@@ -53,7 +74,7 @@ def _check_room(config: Any, prompt: int, tokens: int) -> None:
 
 
 def generate(
-    folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained.")],
+    folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained, or by `subquad train text`.")],
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads it from standard input.")],
     tokens: Annotated[int, typer.Option(min=1, help="The most tokens to produce.")] = 200,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random; else the most likely.")] = False,
@@ -61,7 +82,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely. Implies --sample.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from this much probability. Implies --sample.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam search over so many texts; printed at the end.")] = 1,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
 ) -> None:
     """Continue a text with a saved model; tokens are printed as they come, in constant time and memory each."""
     from subquad.nn.generation import check_sampling
@@ -73,13 +94,9 @@ def generate(
         from transformers import TextStreamer, set_seed
         from transformers.utils import logging
 
-        from subquad.hf.restoring import read_config  # its room also registers the model classes
-
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        config = read_config(folder)
-        tokenizer = _tokenizer(folder, config)
-        model = _model(folder, config).eval()
+        model, tokenizer = _open(folder)
         text = sys.stdin.read() if prompt == "-" else prompt
         encoded = tokenizer(text, return_tensors="pt")
         if encoded["input_ids"].numel() == 0:

@@ -1,4 +1,4 @@
-"""``subquad mechanisms``."""
+"""`subquad mechanisms`."""
 
 import shutil
 

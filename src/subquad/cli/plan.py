@@ -1,12 +1,16 @@
-"""``subquad plan``."""
+"""`subquad plan`."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from subquad.cli.terminal import progress, user_errors
+from subquad.files import check_writable
+
+if TYPE_CHECKING:
+    from subquad.planning.recommendation import Plan
 
 __all__ = ["plan"]
 
@@ -48,6 +52,8 @@ def plan(
     from subquad.lab import gaussian_inputs, machine, read_inputs, write_json
 
     with user_errors(), progress("planning") as step:
+        if json is not None:
+            check_writable("--json", json)
         if file is not None:
             inputs = read_inputs(file, prefix)
             source = inputs.source
@@ -63,7 +69,7 @@ def plan(
             target_error=target_error, length=length, is_causal=causal, key_mask=inputs.key_mask,
             mechanisms=names or None, time_budget=time_budget, redraws=redraws, seed=seed, on_step=step,
         )  # fmt: skip
-        record: dict[str, Any] = {"source": source, "machine": machine(), **answer.to_json()}
+        record: dict[str, Any] = {"source": source, "machine": machine(), **answer.as_dict()}
         text = f"{source}\n\n{answer}"
         if layers is not None:
             model = {"layers": layers, "batch": batch, "training": training, "mlp_ratio": mlp_ratio}
@@ -79,7 +85,7 @@ def plan(
         print(f"every number: {json}", file=sys.stderr)
 
 
-def _model_times(answer: Any, head_dim: int, model: dict[str, Any]) -> list[dict[str, Any]]:
+def _model_times(answer: "Plan", head_dim: int, model: dict[str, Any]) -> list[dict[str, Any]]:
     """A whole model with the recommended mechanism, if there is one, and with softmax attention."""
     from subquad.planning.cost import predict_time
 

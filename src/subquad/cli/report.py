@@ -1,4 +1,4 @@
-"""``subquad report``."""
+"""`subquad report`."""
 
 import dataclasses
 import sys

@@ -38,7 +38,7 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A function ``step(line, done, total)``: a bar on a terminal, one line per step in a pipe or a log.
+    """A function `step(line, done, total)`: a bar on a terminal, one line per step in a pipe or a log.
 
     Both go to stderr; stdout holds the result alone.
     """

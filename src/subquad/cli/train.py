@@ -1,12 +1,15 @@
-"""``subquad train``."""
+"""`subquad train`."""
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from subquad.cli.terminal import progress, user_errors
+
+if TYPE_CHECKING:
+    from subquad.train import Run, Running
 
 __all__ = ["train"]
 
@@ -114,7 +117,7 @@ def _present(values: dict[str, Any]) -> dict[str, Any]:
 _STATUS = {"finished": 0, "diverged": 1, "interrupted": 130}
 
 
-def _train(run: Any, folder: Path, resume: bool, running: Any) -> int:
+def _train(run: "Run", folder: Path, resume: bool, running: "Running") -> int:
     from subquad.train import train as start
     from subquad.train.distributed import is_first_process
 
@@ -132,7 +135,7 @@ def _train(run: Any, folder: Path, resume: bool, running: Any) -> int:
     return _STATUS[outcome.status]
 
 
-def _compare(run: Any, mechanisms: list[Any], folder: Path, resume: bool, running: Any) -> int:
+def _compare(run: "Run", mechanisms: list[Any], folder: Path, resume: bool, running: "Running") -> int:
     from subquad.train.compare import compare, comparison_table
     from subquad.train.distributed import is_first_process
 

@@ -19,9 +19,7 @@ from .seeded import Projection, chi
 __all__ = [
     "PROJECTIONS",
     "GaussianProjection",
-    "HadamardProjection",
     "OrthogonalProjection",
-    "Projection",
     "SimplexProjection",
     "haar",
     "make_projection",

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from .base import FeatureMap, Features, LinearForm, scaled
 from .calibration import Calibration
-from .projections import Projection, make_projection
+from .projections import make_projection
+from .seeded import Projection
 from .variance import oprf_optimal_a, sderf_a
 
 __all__ = ["EXPONENTIAL", "ExponentialFeatures", "GeneralisedFeatures", "RandomFeatures", "TrigFeatures"]

@@ -68,13 +68,12 @@ def _seed_integer(seed: int | torch.Generator | None) -> int:
 class Projection(Float32Buffers):
     """A random matrix W of `rows` directions in `dim` dimensions, shared or one per head; subclasses draw it.
 
-    Args:
-        rows: number of directions (rows of W), any integer from 1.
-        dim: width of a token, any integer from 1.
-        heads: None for one matrix shared by all heads, else the number of independent matrices.
-        norms: "chi" gives rows the norm of a Gaussian vector, which makes every row N(0, I) and the estimators of the
-            softmax kernel unbiased; "sqrt" gives them the constant norm sqrt(dim): biased, without the heavy tail.
-        seed: an integer; a `torch.Generator`, from which one integer is taken; or None, one integer from torch's own.
+    rows: number of directions (rows of W), any integer from 1.
+    dim: width of a token, any integer from 1.
+    heads: None for one matrix shared by all heads, else the number of independent matrices.
+    norms: "chi" gives rows the norm of a Gaussian vector, which makes every row N(0, I) and the estimators of the
+        softmax kernel unbiased; "sqrt" gives them the constant norm sqrt(dim): biased, without the heavy tail.
+    seed: an integer; a `torch.Generator`, from which one integer is taken; or None, one integer from torch's own.
 
     Buffers: `seed` and `draws` (int64) and the sample (float32, or int8 signs), all in the `state_dict`.
     """

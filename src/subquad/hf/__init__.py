@@ -15,7 +15,7 @@ from .configuration import SubquadConfig
 from .conversion import convert, revert
 from .distillation import DistillationReport, distill
 from .head_groups import HeadGroups
-from .layer_plan import LayerPlan, default_candidates, plan_layers
+from .layer_plan import LayerPlan, plan_layers
 from .modeling import SubquadModel, SubquadPreTrainedModel
 from .modeling_causal import SubquadForCausalLM
 from .modeling_heads import (
@@ -24,6 +24,7 @@ from .modeling_heads import (
     SubquadForSequenceClassification,
     SubquadForTokenClassification,
 )
+from .plan_candidates import default_candidates
 from .registration import register
 from .restoring import load
 from .tokenization import ByteTokenizer

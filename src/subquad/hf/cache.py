@@ -288,4 +288,4 @@ class StateCache(Cache):
         """Bytes of all tensors of all states and layers."""
         states = [x.state if isinstance(x, StateLayer) else (x.keys, x.values) for x in self.layers]
         kept = [self._rest, *states]
-        return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(kept) if isinstance(x, Tensor))
+        return sum(x.nbytes for x in pytree.tree_leaves(kept) if isinstance(x, Tensor))

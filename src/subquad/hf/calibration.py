@@ -62,7 +62,7 @@ class LayerStatistics:
                         f"attention layer {sample.layer} ({sample.name}) has {what} that are not finite on the "
                         "calibration batches; calibrate in float32, or leave the batch out"
                     )
-            query_mask = None if sample.cross else key_mask
+            query_mask = sample.query_mask(key_mask)
             self.calibration.update(q, k, key_mask, query_mask)
             self._look(q, k, key_mask, query_mask, sample)
 

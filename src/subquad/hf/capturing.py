@@ -53,6 +53,20 @@ class LayerSample:
         """(q, k, v, key_mask) of each call."""
         yield from zip(self.q, self.k, self.v, self.key_mask, strict=True)
 
+    def query_mask(self, key_mask: Tensor | None) -> Tensor | None:
+        """(B, L), real queries of a call with this mask: padding among the keys is padding among the queries, unless
+        these are of another sequence."""
+        return None if self.cross else key_mask
+
+    def arguments(self, key_mask: Tensor | None) -> dict[str, Any]:
+        """What a mechanism takes besides q, k and v to do what the layer did in a call with this mask."""
+        return {
+            "is_causal": self.is_causal,
+            "scale": self.scale,
+            "key_mask": key_mask,
+            "query_mask": self.query_mask(key_mask),
+        }
+
     @property
     def tokens(self) -> int:
         """Real keys over all calls."""

@@ -15,10 +15,10 @@ from ..features.calibration import Calibration
 from ..mechanisms import Mechanism
 from ..nn.choice import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
-from .families import AttentionLayer, known_layers
+from .families import AttentionLayer
 from .head_groups import HeadGroups
 
-__all__ = ["Assignment", "assign", "by_name", "known_layers", "needs_calibration", "seen_as"]
+__all__ = ["Assignment", "assign", "by_name", "needs_calibration", "seen_as"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from torch import nn
 from ..mechanisms import Mechanism
 from .attachment import attach, detach, implementations, record_conversion
 from .capturing import LayerSample, capture
-from .choice import Assignment, assign, known_layers, needs_calibration, seen_as
+from .choice import Assignment, assign, needs_calibration, seen_as
 from .conversion_report import ConversionReport, Errors, LayerReport, total_tokens
+from .families import known_layers
 from .interface import mechanism_of
 
 __all__ = ["convert", "revert"]
@@ -42,7 +43,7 @@ def _batches(calibration: Iterable[Any] | None) -> list[Any]:
 
 def _calibrate(mechanism: Mechanism, sample: LayerSample) -> None:
     for q, k, _, key_mask in sample.calls():
-        mechanism.calibrate(q, k, key_mask=key_mask, query_mask=None if sample.cross else key_mask)
+        mechanism.calibrate(q, k, key_mask=key_mask, query_mask=sample.query_mask(key_mask))
 
 
 def _gather(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> list[Assignment]:

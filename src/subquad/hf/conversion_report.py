@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..mechanisms import Mechanism, create
 from ..mechanisms.softmax import Softmax
+from ..plain_text import columns
+from ..planning.baselines import uniform_attention
 from .capturing import LayerSample
 from .families import AttentionLayer
 
-__all__ = ["ConversionReport", "Errors", "LayerReport", "describe", "total_tokens", "uniform_output"]
+__all__ = ["ConversionReport", "Errors", "LayerReport", "in_brief", "total_tokens"]
 
 # The window of the comparison for mechanisms that have none.
 _WINDOW, _SINKS = 32, 4
@@ -70,11 +71,10 @@ class ConversionReport:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("layer", "name", "mechanism", "error", "uniform", "window only")]
         for layer in self.layers:
-            what = f"exact: {layer.reason}" if layer.mechanism is None else describe(layer.mechanism)
+            what = f"exact: {layer.reason}" if layer.mechanism is None else in_brief(layer.mechanism)
             numbers = ("" if x is None else f"{x:.4f}" for x in (layer.error, layer.uniform, layer.window_only))
             rows.append((str(layer.layer), layer.name, what, *numbers))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = columns(rows)
         lines.append(
             f"{len(self.converted)} of {len(self.layers)} attention layers converted"
             + (f"; errors on {self.calibration_tokens} tokens" if self.calibration_batches else "; errors not measured")
@@ -82,26 +82,14 @@ class ConversionReport:
         return "\n".join([*lines, *self.notes])
 
 
-def describe(config: dict[str, Any]) -> str:
+def in_brief(config: dict[str, Any]) -> str:
     """A mechanism's config in a few words: its name and the options that say what it costs."""
     options = ("features", "num_features", "window", "sinks", "clusters")
     shown = [str(config["mechanism"]), *(f"{name}={config[name]}" for name in options if config.get(name) is not None)]
     far = config.get("far")
     if isinstance(far, dict):
-        shown.append(f"far={describe(far)}")
+        shown.append(f"far={in_brief(far)}")
     return " ".join(shown)
-
-
-def uniform_output(k: Tensor, v: Tensor, key_mask: Tensor | None, groups: int, is_causal: bool) -> Tensor:
-    """The mean of the visible values: (B, Hq, L or 1, E)."""
-    real = torch.ones(k.shape[0], k.shape[2], dtype=v.dtype) if key_mask is None else key_mask.to(v.dtype)
-    weight = real[:, None, :, None].to(v.device)
-    total, count = (v.nan_to_num() * weight), weight.expand(-1, 1, -1, -1)
-    if is_causal:
-        mean = total.cumsum(2) / count.cumsum(2).clamp(min=1)
-    else:
-        mean = total.sum(2, keepdim=True) / count.sum(2, keepdim=True).clamp(min=1)
-    return mean.repeat_interleave(groups, 1)
 
 
 class Errors:
@@ -135,15 +123,11 @@ class Errors:
     def add(self, sample: LayerSample) -> None:
         """Add what the layer saw."""
         for q, k, v, key_mask in sample.calls():
-            own = None if sample.cross else key_mask
-            call: dict[str, Any] = {
-                "is_causal": sample.is_causal, "scale": sample.scale, "key_mask": key_mask, "query_mask": own
-            }  # fmt: skip
+            call, own = sample.arguments(key_mask), sample.query_mask(key_mask)
             exact = self.exact(q, k, v, **call)
-            groups = q.shape[1] // k.shape[1]
             outs = {
                 "error": self.mechanism(q, k, v, **call),
-                "uniform": uniform_output(k, v, key_mask, groups, sample.is_causal),
+                "uniform": uniform_attention(q, k, v, is_causal=sample.is_causal, key_mask=key_mask),
             }
             if self.window is not None:
                 outs["window_only"] = self.window(q, k, v, **call)

@@ -24,23 +24,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .. import checks
-from ..mechanisms.softmax import Softmax
-from .capturing import capture, run
-from .choice import known_layers
+from .distillation_losses import attention_loss, model_loss
 from .distillation_memory import Kept
 from .distillation_state import Checkpoint, Stage
+from .families import known_layers
 from .interface import mechanism_of
-from .output_projections import output_weight, projection_names
-from .trainable import attention_tensors, bounded, gradients_off, loss_between, trainable_buffers
+from .output_projections import projection_names
+from .trainable import attention_tensors, bounded, gradients_off, trainable_buffers
 
 __all__ = ["DistillationReport", "distill"]
-
-Call = dict[str, Any]
 
 
 class Progress(Protocol):
@@ -78,85 +74,6 @@ def _rate(step: int, steps: int, share: float) -> float:
         return (step + 1) / rise
     done = max((step - rise) / max(1, steps - rise), share)
     return 0.05 + 0.475 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _lesson(teacher: nn.Module, indices: Sequence[int], batch: Any) -> list[tuple[int, Call, Tensor, int]]:
-    """What the teacher's layers see and give: (layer, call, exact output, calls of that layer)."""
-    found = []
-    for sample in capture(teacher, [batch], layers=indices):
-        for q, k, v, mask in sample.calls():
-            call: Call = {"is_causal": sample.is_causal, "scale": sample.scale, "key_mask": mask}
-            call["query_mask"] = None if sample.cross else mask
-            with torch.no_grad():
-                wanted = Softmax(q.shape[-1])(q, k, v, **call)
-            found.append((sample.layer, {"q": q, "k": k, "v": v, **call}, wanted, len(sample)))
-    return found
-
-
-def _attention_loss(teacher: nn.Module, student: nn.Module, batch: Any, index: int, kept: Kept) -> Tensor:
-    """Sum of the losses of all converted layers on the teacher's own tensors; `index` is the number of the batch."""
-    layers = {layer.index: layer for layer in known_layers(student) if _learns(layer.module)}
-    exact = {layer.index: layer for layer in known_layers(teacher)}
-    total = torch.zeros(())
-    for number, call, wanted, calls in kept.get(("attention", index), lambda: _lesson(teacher, list(layers), batch)):
-        mechanism = mechanism_of(layers[number].module)
-        assert mechanism is not None
-        weight = output_weight(teacher, exact[number], call["q"].shape[1], call["v"].shape[-1])
-        out = mechanism(**call)
-        total = total.to(out.device) + loss_between(out, wanted, weight, call["query_mask"]) / calls
-    return total
-
-
-def _learns(module: nn.Module) -> bool:
-    mechanism = mechanism_of(module)
-    return mechanism is not None and any(True for _ in mechanism.parameters())
-
-
-def _outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Logits, else the last hidden state, else the tensor itself."""
-    out = run(model, batch)
-    if isinstance(out, Tensor):
-        return out
-    for name in ("logits", "last_hidden_state"):
-        found = getattr(out, name, None)
-        if isinstance(found, Tensor):
-            return found
-    raise TypeError(f"the model returns a {type(out).__name__} without logits or last_hidden_state to compare")
-
-
-def output_loss(student: Tensor, teacher: Tensor, mask: Tensor | None, *, logits: bool) -> Tensor:
-    """KL(teacher || student) of logits, mean over real tokens; for hidden states the relative squared error, and that
-    of their mean over the sequence, which is what sentence encoders use."""
-    real = None if mask is None or student.shape[: mask.dim()] != mask.shape else mask.bool()
-    if logits:
-        loss = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-        return loss.mean() if real is None else loss[real].mean()
-    if real is None:
-        return (student - teacher).square().sum() / teacher.square().sum()
-    weight = real.unsqueeze(-1).to(student.dtype)
-    tokens = ((student - teacher) * weight).square().sum() / (teacher * weight).square().sum()
-    if student.dim() != 3:
-        return tokens
-    pooled, wanted = ((x * weight).sum(1) / weight.sum(1).clamp(min=1) for x in (student, teacher))
-    return tokens + (pooled - wanted).square().sum() / wanted.square().sum()
-
-
-def _model_loss(
-    teacher: nn.Module,
-    student: nn.Module,
-    batch: Any,
-    index: int,
-    kept: Kept,
-    extra: Callable[..., Tensor] | None,
-) -> Tensor:
-    with torch.no_grad():
-        wanted = kept.get(("model", index), lambda: _outputs(teacher, batch))
-    found = _outputs(student, batch)
-    if extra is not None:
-        return extra(found, wanted, batch)
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    logits = wanted.shape[-1] == getattr(getattr(teacher, "config", None), "vocab_size", None)
-    return output_loss(found, wanted, mask, logits=logits)
 
 
 def distill(
@@ -225,7 +142,7 @@ def distill(
 
                 def of_attention(step: int) -> Tensor:
                     index = _order(len(given), step, seed)
-                    return _attention_loss(teacher, student, given[index], index, kept)
+                    return attention_loss(teacher, student, given[index], index, kept)
 
                 _train(
                     Stage("attention", steps, lr),
@@ -314,7 +231,7 @@ def _lora(
 
         def of_model(step: int) -> Tensor:
             index = _order(len(batches), step, seed + 1)
-            return _model_loss(teacher, student, batches[index], index, kept, loss)
+            return model_loss(teacher, student, batches[index], index, kept, loss)
 
         _train(Stage("model", steps, lr), *(tensors, keeper, clock, progress, before + steps, before), of_model)
     finally:
@@ -365,12 +282,12 @@ def _train(
             if progress is not None:
                 progress(f"{stage.name} loss {float(loss.detach()):.5f}", before + step + 1, total)
     except KeyboardInterrupt:
-        keeper.save(stage, len(keeper.losses[stage.name]), tensors, optimizer)
+        keeper.save(stage, tensors, optimizer)
         raise
     finally:
         for parameter in tensors.values():
             parameter.requires_grad_(False)
     if clock.stopped:
-        keeper.save(stage, len(keeper.losses[stage.name]), tensors, optimizer)
+        keeper.save(stage, tensors, optimizer)
     else:
         keeper.finish(stage, tensors, optimizer)

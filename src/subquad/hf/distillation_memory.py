@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def _bytes(x: Any) -> int:
     if isinstance(x, Tensor):
-        return x.numel() * x.element_size()
+        return x.nbytes
     if isinstance(x, dict):
         return sum(map(_bytes, x.values()))
     return sum(map(_bytes, x)) if isinstance(x, (list, tuple)) else 0

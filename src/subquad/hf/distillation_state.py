@@ -7,7 +7,6 @@ The tensors of a finished first stage stay in it while the second one runs.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from ..files import replacing
 
 __all__ = ["Checkpoint", "Stage"]
 
@@ -88,16 +89,15 @@ class Checkpoint:
     def step(self, stage: Stage, done: int, tensors: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """After a step: save if it is time."""
         if done % self.every == 0 and done < stage.steps:
-            self.save(stage, done, tensors, optimizer)
+            self.save(stage, tensors, optimizer)
 
     def finish(self, stage: Stage, tensors: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         """After the last step of a stage."""
-        self.save(stage, stage.steps, tensors, optimizer, finished=True)
+        self.save(stage, tensors, optimizer, finished=True)
 
     def save(
         self,
         stage: Stage,
-        done: int,
         tensors: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         finished: bool = False,
@@ -115,16 +115,8 @@ class Checkpoint:
             "format": _FORMAT, "settings": self.settings, "stage": stage.name, "finished": finished,
             "losses": self.losses,
         }  # fmt: skip
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
-        try:
-            save_file(kept, aside, metadata={"subquad": json.dumps(header)})
-            with open(aside, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(aside, self.path)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+        with replacing(self.path) as draft:
+            save_file(kept, draft, metadata={"subquad": json.dumps(header)})
 
     def remove(self) -> None:
         """The run is complete: the file has served."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -56,13 +58,13 @@ class AttentionLayer:
     obstacle: str = ""
 
 
-def _codes(function: Any) -> list[Any]:
+def _codes(function: Callable[..., Any]) -> list[CodeType]:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return [] if code is None else [code]
 
 
 @functools.cache
-def _uses_interface(kind: Any) -> bool:
+def _uses_interface(kind: type) -> bool:
     """Whether some method of this class looks an attention function up in transformers' registry."""
     for base in kind.__mro__:
         # The base class of all models handles the registry too, without attending.

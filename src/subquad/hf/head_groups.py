@@ -268,15 +268,10 @@ class HeadGroups(Mechanism):
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         return out if self.in_order else out.index_select(1, self.restore)
 
-    def _backend(self, part: Mechanism, call: dict[str, Any]) -> dict[str, Any]:
-        # "native" and the like are names of some mechanisms only; None lets each take its fastest.
-        return call if call.get("backend") in (None, "reference", "chunked") else {**call, "backend": None}
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         q, k = self._balanced(q, k)
-        return self._joined(
-            [part(*self._split(i, q, k, v), **self._backend(part, call)) for i, part in enumerate(self.parts())]
-        )
+        call = _for_all(call)
+        return self._joined([part(*self._split(i, q, k, v), **call) for i, part in enumerate(self.parts())])
 
     def _origin(self, scale: float) -> str:
         return f"head-groups {self._heads} of {[type(part).__name__ for part in self.parts()]} scale {scale:.9g}"
@@ -296,10 +291,11 @@ class HeadGroups(Mechanism):
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, HeadGroupsState]:
         states = self._states(state, call["scale"])
         q, k = self._balanced(q, k)
+        call = _for_all(call)
         outs, after = [], []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
-            out, grown = part.scan(rows, keys, values, states[i], **self._backend(part, call))
+            out, grown = part.scan(rows, keys, values, states[i], **call)
             outs.append(out)
             after.append(grown)
         return self._joined(outs), HeadGroupsState(tuple(after), self._origin(call["scale"]))
@@ -309,6 +305,7 @@ class HeadGroups(Mechanism):
         number = self.resolve_scale(scale)
         states = self._states(state, number)
         _, k = self._balanced(None, k)
+        call = _for_all(call)
         after = []
         for i, part in enumerate(self.parts()):
             _, keys, values = self._split(i, None, k, v)
@@ -320,12 +317,18 @@ class HeadGroups(Mechanism):
         number = self.resolve_scale(scale)
         states = self._states(state, number)
         q, _ = self._balanced(q, None)
+        call = _for_all(call)
         return self._joined(
             [part.read(self._split(i, q)[0], states[i], scale=number, **call) for i, part in enumerate(self.parts())]
         )
 
 
 _SHAPE = ("head_dim", "heads", "kv_heads")
+
+
+def _for_all(call: dict[str, Any]) -> dict[str, Any]:
+    """A call that every group takes: backends beyond these are names of some mechanisms only, None is the fastest."""
+    return call if call.get("backend") in (None, "reference", "chunked") else {**call, "backend": None}
 
 
 def _use(part: nn.Module) -> None:

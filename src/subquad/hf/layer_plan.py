@@ -26,18 +26,18 @@ from .. import checks
 from ..features.seeded import Projection
 from ..mechanisms import Mechanism, create
 from ..mechanisms.softmax import Softmax
+from ..planning.baselines import uniform_attention
 from ..planning.cost import attention_costs
 from .calibration import LayerStatistics, gather
 from .capturing import LayerSample, capture
-from .choice import known_layers
-from .conversion_report import describe, uniform_output
-from .families import AttentionLayer
+from .conversion_report import in_brief
+from .families import AttentionLayer, known_layers
 from .head_groups import HeadGroups
 from .output_projections import output_weight
 from .plan_candidates import default_candidates, seeded, with_causal_form
 from .plan_search import search
 
-__all__ = ["LayerChoice", "LayerPlan", "default_candidates", "plan_layers"]
+__all__ = ["LayerChoice", "LayerPlan", "plan_layers"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,9 @@ class LayerPlan:
                 )
                 for number, (group, part) in enumerate(zip(choice.groups, attend.parts(), strict=True)):
                     matrix = self.matrices.get((choice.layer, choice.kinds[number]))
-                    if matrix is not None:
-                        _projection(part).matrix.copy_(matrix[group["heads"]])
+                    drawn = _drawn_matrix(part)
+                    if matrix is not None and drawn is not None:
+                        drawn.copy_(matrix[group["heads"]])
                 made[choice.layer] = self.statistics[choice.layer].calibrate(attend)
         return made
 
@@ -123,7 +124,7 @@ class LayerPlan:
     def __str__(self) -> str:
         lines = [f"plan for {self.criterion}", "layer  error   best    uniform  time/exact  heads: mechanism"]
         for c in self.choices:
-            what = "; ".join(f"{len(g['heads'])}: {describe(g)}" for g in c.groups) or f"exact: {c.reason}"
+            what = "; ".join(f"{len(g['heads'])}: {in_brief(g)}" for g in c.groups) or f"exact: {c.reason}"
             ratio = c.seconds[self.length] / max(c.exact_seconds[self.length], 1e-12)
             lines.append(f"{c.layer:5d}  {c.error:.4f}  {c.best_error:.4f}  {c.uniform:.4f}   {ratio:9.2f}  {what}")
         for length in sorted(self.choices[0].seconds) if self.choices else ():
@@ -147,7 +148,7 @@ class _Layer:
         self.norm = 0.0
         for sample in samples:
             for q, k, v, mask in sample.calls():
-                out = Softmax(q.shape[-1])(q, k, v, **_call(sample, mask))
+                out = Softmax(q.shape[-1])(q, k, v, **sample.arguments(mask))
                 self.norm += float(self._mixed(out, sample, mask).sum(1).double().square().sum())
                 self.exact.append(out)
 
@@ -155,7 +156,7 @@ class _Layer:
         """What each head adds to the layer's output: (B, Hq, L, out), real queries only."""
         if self.weight is not None:
             out = out @ self.weight.to(out.dtype).mT
-        own = None if sample.cross else mask
+        own = sample.query_mask(mask)
         return out if own is None else out * own[:, None, :, None]
 
     def errors(self, attend: Callable[..., Tensor], kv_heads: int) -> Tensor:
@@ -163,19 +164,14 @@ class _Layer:
         total = torch.zeros(kv_heads, dtype=torch.float64)
         calls = [(sample, call) for sample in self.samples for call in sample.calls()]
         for (sample, (q, k, v, mask)), exact in zip(calls, self.exact, strict=True):
-            out = attend(q, k, v, **_call(sample, mask))
+            out = attend(q, k, v, **sample.arguments(mask))
             squares = self._mixed(out - exact, sample, mask).double().square().sum((0, 2, 3))
             total += squares.view(kv_heads, -1).sum(-1).cpu()
         return (total / max(self.norm, 1e-300)).nan_to_num(math.inf)
 
 
-def _call(sample: LayerSample, mask: Tensor | None) -> dict[str, Any]:
-    own = None if sample.cross else mask
-    return {"is_causal": sample.is_causal, "scale": sample.scale, "key_mask": mask, "query_mask": own}
-
-
 def _uniform(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None, **_: Any) -> Tensor:
-    return uniform_output(k, v, key_mask, q.shape[1] // k.shape[1], is_causal).expand(-1, -1, q.shape[2], -1)
+    return uniform_attention(q, k, v, is_causal=is_causal, key_mask=key_mask)
 
 
 def _parts(batches: Iterable[Any]) -> tuple[list[Any], list[Any]]:
@@ -302,11 +298,10 @@ def plan_layers(
     return LayerPlan(tuple(rows), criterion, length, statistics, shapes, matrices, balance, seed)
 
 
-def _projection(part: nn.Module) -> Any:
-    """The projection of a mechanism or of its far field, a matrix per head; None where it has none."""
-    drawn = (module for module in part.modules() if isinstance(module, Projection))
-    matrices = ((one, one._buffers.get("matrix")) for one in drawn)
-    return next((one for one, matrix in matrices if matrix is not None and matrix.dim() == 3), None)
+def _drawn_matrix(part: nn.Module) -> Tensor | None:
+    """The projection (H, R, D) of a mechanism or of its far field, the buffer itself; None where it has none."""
+    drawn = (module._buffers.get("matrix") for module in part.modules() if isinstance(module, Projection))
+    return next((matrix for matrix in drawn if matrix is not None and matrix.dim() == 3), None)
 
 
 def _best_draws(
@@ -322,16 +317,16 @@ def _best_draws(
     group = {"heads": list(range(shape[2])), **seeded(options, seed, stats.layer, 0)}
     attend = stats.calibrate(HeadGroups(*shape, groups=[group], balance=balance))
     errors = one.errors(attend, shape[2])
-    projection = _projection(attend)
-    if projection is None:
+    drawn = _drawn_matrix(attend)
+    if drawn is None:
         return errors, None
-    matrix = projection.matrix.clone()
+    matrix = drawn.clone()
     for _ in range(draws - 1):
         attend.redraw()
         found = one.errors(attend, shape[2])
         better = found < errors
         errors = torch.where(better, found, errors)
-        matrix[better] = projection.matrix[better]
+        matrix[better] = drawn[better]  # redrawn in place
     return errors, matrix
 
 

@@ -16,6 +16,23 @@ from .modeling import SubquadModel, SubquadPreTrainedModel
 __all__ = ["SubquadForCausalLM"]
 
 
+def _check_prompt(prompt: Any, mask: Any) -> None:
+    """Refuse what has no last token to go on from: an empty sequence, or one whose end is padding."""
+    if not (isinstance(prompt, Tensor) and prompt.dim() == 2):
+        return
+    real = mask if isinstance(mask, Tensor) and mask.dim() == 2 else prompt.new_ones(prompt.shape)
+    if prompt.shape[1] == 0 or not bool(real.any(-1).all()):
+        raise ValueError(
+            f"the prompt of at least one sequence is empty ({checks.describe_shape(prompt)}, padding not counted): "
+            "give at least one token per sequence, for example a begin-of-text token"
+        )
+    if not bool(real[:, -1].all()):
+        raise ValueError(
+            "attention_mask hides the last token of at least one prompt, so the next one would follow padding; pad on "
+            "the left, with tokenizer.padding_side = 'left'"
+        )
+
+
 class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     """Token ids (B, L) -> logits (B, L, vocab) of the next token; the config's kind is decoder.
 
@@ -89,18 +106,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         return made.to_tuple() if return_dict is False else made
 
     def generate(self, inputs: Tensor | None = None, *rest: Any, **options: Any) -> Any:
-        """transformers' `generate`; a prompt without a single real token is refused before anything starts."""
-        prompt = options.get("input_ids") if inputs is None else inputs
-        mask = options.get("attention_mask")
-        if isinstance(prompt, Tensor) and prompt.dim() == 2:
-            empty = prompt.shape[1] == 0
-            if isinstance(mask, Tensor) and mask.dim() == 2 and not empty:
-                empty = not bool(mask.bool().any(-1).all())
-            if empty:
-                raise ValueError(
-                    f"the prompt of at least one sequence is empty ({checks.describe_shape(prompt)}, padding not "
-                    "counted): give at least one token per sequence, for example a begin-of-text token"
-                )
+        """transformers' `generate`; a prompt that is empty or padded on the right is refused before anything starts."""
+        _check_prompt(options.get("input_ids") if inputs is None else inputs, options.get("attention_mask"))
         return super().generate(inputs, *rest, **options)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(  # type: ignore[override]

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import (
 )
 
 from .. import checks
+from ..nn.pooling import pool
 from .configuration import SubquadConfig
 from .modeling import Head, SubquadModel, SubquadPreTrainedModel
 
@@ -23,7 +24,6 @@ __all__ = [
     "SubquadForMaskedLM",
     "SubquadForSequenceClassification",
     "SubquadForTokenClassification",
-    "pool",
 ]
 
 
@@ -81,23 +81,6 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
             )
         made = MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
         return made.to_tuple() if return_dict is False else made
-
-
-def pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
-    """hidden (B, L, dim) -> (B, dim): the mean of the real tokens, the first or the last of them.
-
-    >>> hidden, mask = torch.tensor([[[9.0], [1.0], [3.0]]]), torch.tensor([[False, True, True]])
-    >>> [pool(hidden, mask, how).item() for how in ("mean", "first", "last")]
-    [2.0, 1.0, 3.0]
-    """
-    if mask is None:
-        return {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[how]
-    if how == "mean":
-        weight = mask.to(hidden.dtype).unsqueeze(-1)
-        return (hidden.masked_fill(~mask.unsqueeze(-1), 0.0)).sum(1) / weight.sum(1).clamp(min=1)
-    places = torch.arange(hidden.shape[1], device=hidden.device)
-    index = (places * mask).amax(-1) if how == "last" else mask.to(torch.uint8).argmax(-1)
-    return hidden.gather(1, index[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
 
 
 class _Classifier(SubquadPreTrainedModel):

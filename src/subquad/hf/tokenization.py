@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerBase
 
-__all__ = ["ByteTokenizer"]
+from .restoring import read_config
+
+__all__ = ["ByteTokenizer", "saved_tokenizer"]
+
+# Any of these means that a folder has a tokenizer of its own.
+_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class ByteTokenizer(PreTrainedTokenizer):
@@ -60,3 +67,15 @@ class ByteTokenizer(PreTrainedTokenizer):
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
         """There is nothing to save besides the config."""
         return ()
+
+
+def saved_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that was saved in a folder with a model, that of bytes for a model of bytes, or None.
+
+    Asked for one of a folder that has none, transformers makes one up from the model's type.
+    """
+    if any((Path(folder) / name).is_file() for name in _FILES):
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return found
+    config = read_config(folder)
+    return ByteTokenizer() if config.get("model_type") == "subquad" and config.get("vocab") == 256 else None

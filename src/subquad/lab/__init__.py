@@ -1,17 +1,17 @@
 """The laboratory: measuring what the mechanisms cost and how far they are from softmax attention.
 
-``bench`` compares mechanisms, ``errors`` studies how the error falls with the number of features, ``inputs`` makes or
-reads what they are studied on, ``catalogue`` lists them, ``measure`` times them properly, ``record`` keeps the numbers,
-``report`` puts everything on a page. All but the report, which needs the ``lab`` extra, need torch only.
+`bench` compares mechanisms, `errors` studies how the error falls with the number of features, `inputs` makes or
+reads what they are studied on, `catalogue` lists them, `measure` times them properly, `report` puts everything on
+a page. All but the report, which needs the `lab` extra, need torch only.
 """
 
+from subquad.files import write_json
 from subquad.lab.bench import Cell, Comparison, compare, read_comparison
 from subquad.lab.bench_table import table
 from subquad.lab.catalogue import mechanism_list
 from subquad.lab.errors import ErrorStudy, error_study, error_table
 from subquad.lab.inputs import Inputs, gaussian_inputs, read_inputs
 from subquad.lab.measure import Timing, interleave, machine
-from subquad.lab.record import write_json
 
 __all__ = [
     "Cell",

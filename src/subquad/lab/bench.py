@@ -1,6 +1,6 @@
 """Every mechanism beside softmax attention: how long it takes and how far its output is.
 
-The error is ``||out - softmax|| / ||softmax||`` over sampled query rows, the softmax computed in float64. The inputs
+The error is `||out - softmax|| / ||softmax||` over sampled query rows, the softmax computed in float64. The inputs
 are Gaussian with a stated standard deviation, because the error of a random-feature method is a property of the input:
 a table with one anonymous input says nothing. The row *uniform* replaces attention by the mean of the values; a
 mechanism whose error is not below it has learnt nothing from q and k on that input.
@@ -22,7 +22,8 @@ from subquad.lab.making import options_for
 from subquad.lab.measure import Timing, interleave, machine
 from subquad.lab.memory import available_memory, peak_memory
 from subquad.lab.peers import Peer, installed_peers
-from subquad.lab.plain_text import first_line
+from subquad.plain_text import first_line
+from subquad.planning.baselines import uniform_attention
 
 __all__ = ["UNIFORM", "Cell", "Comparison", "compare", "read_comparison"]
 
@@ -35,9 +36,9 @@ _PEER_FEATURES = 256  # the number that the mechanisms here have by default
 class Cell:
     """One mechanism at one length.
 
-    ``status`` is ``measured``, ``refused`` (the mechanism says that it cannot do this; ``reason`` repeats it),
-    ``skipped`` (this length would not fit into memory) or ``failed`` (an error that is a bug). ``errors`` maps the
-    standard deviation of q and k to the relative error. ``memory`` is what :func:`peak_memory` says, if asked for.
+    `status` is `measured`, `refused` (the mechanism says that it cannot do this; `reason` repeats it),
+    `skipped` (this length would not fit into memory) or `failed` (an error that is a bug). `errors` maps the
+    standard deviation of q and k to the relative error. `memory` is what `peak_memory` says, if asked for.
     """
 
     mechanism: str
@@ -64,7 +65,7 @@ class Cell:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Cell":
-        """The cell that ``as_dict`` wrote."""
+        """The cell that `as_dict` wrote."""
         runs = data.get("runs_ms")
         return cls(
             *(data["mechanism"], data["length"], data["causal"], data["status"], data["reason"]),
@@ -76,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of :func:`compare`: what was asked, where it ran, every cell, and whether it ran to the end."""
+    """The result of `compare`: what was asked, where it ran, every cell, and whether it ran to the end."""
 
     settings: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -84,7 +85,7 @@ class Comparison:
     complete: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Every number, ready for :func:`subquad.lab.write_json`."""
+        """Every number, ready for `lab.write_json`."""
         return {
             "settings": dict(self.settings),
             "machine": dict(self.machine),
@@ -103,16 +104,8 @@ def read_comparison(path: str | os.PathLike[str]) -> Comparison:
         raise ValueError(f"{os.fspath(path)}: not a saved comparison ({type(error).__name__}: {error})") from None
 
 
-def _uniform(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Attention that looks at neither q nor k: the mean of the values seen so far."""
-    if is_causal:
-        counts = torch.arange(1, v.shape[-2] + 1, dtype=v.dtype, device=v.device)
-        return v.cumsum(-2) / counts[:, None]
-    return v.mean(-2, keepdim=True).expand(*q.shape[:-1], v.shape[-1])
-
-
 def _softmax_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, is_causal: bool) -> Tensor:
-    """Float64 softmax attention of the queries ``rows`` only: exact, and O(rows * L) instead of O(L^2)."""
+    """Float64 softmax attention of the queries `rows` only: exact, and O(rows * L) instead of O(L^2)."""
     out = []
     for head in range(q.shape[1]):  # one head at a time keeps the logits small at 16k keys
         logits = q[:, head, rows].double() @ k[:, head].double().mT / q.shape[-1] ** 0.5
@@ -155,7 +148,7 @@ class _Study:
     def prepare(self, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], Tensor]:
         """A call without arguments that computes this competitor's attention of these tensors."""
         if name == UNIFORM:
-            return lambda: _uniform(q, k, v, is_causal)
+            return lambda: uniform_attention(q, k, v, is_causal=is_causal)
         if name in self.peers:
             return self.peers[name].prepare(q, k, v, is_causal, _PEER_FEATURES)
         attend = subquad.create(name, self.head_dim, self.heads, **self.chosen(name, q.shape[2])).eval()
@@ -248,30 +241,28 @@ def compare(
 ) -> Comparison:
     """Time every mechanism against softmax at several lengths and measure its error.
 
-    Float32, on the CPU. Within one length all mechanisms are timed in turn (see :func:`subquad.lab.interleave`), so
+    Float32, on the CPU. Within one length all mechanisms are timed in turn (see `lab.interleave`), so
     their ratios hold even where the milliseconds do not. A length that would not fit into memory is skipped before
     anything is allocated.
 
-    Args:
-        mechanisms: names; all that are listed where None. ``softmax`` is always measured: it is the yardstick.
-        lengths: numbers of tokens L.
-        causal: which of full (False) and causal (True) attention to compare.
-        batch, heads, head_dim: B, H and D of the (B, H, L, D) inputs.
-        input_stds: standard deviations of q and k at which the error is measured; the first one is timed.
-        options: extra arguments of :func:`subquad.create` by mechanism name.
-        runs: measured rounds per length.
-        seconds: stop the rounds of one length once they took this long (at least two are run).
-        threads: torch's number of threads for the comparison; unchanged where None.
-        seed: of the inputs and of the mechanisms.
-        backward: time forward and backward together instead of forward alone.
-        memory: also the peak memory of every call, each measured in a fresh process (seconds per cell).
-        peers: also the other libraries that are installed here (:mod:`subquad.lab.peers`).
-        resume: an earlier, interrupted comparison with the same settings: lengths that it finished are taken from it.
-        on_cell: called after each cell with the cell, how many are done and how many there will be.
-        on_length: called after each length with what there is so far, for saving it.
+    mechanisms: names; all that are listed where None. `softmax` is always measured: it is the yardstick.
+    lengths: numbers of tokens L.
+    causal: which of full (False) and causal (True) attention to compare.
+    batch, heads, head_dim: B, H and D of the (B, H, L, D) inputs.
+    input_stds: standard deviations of q and k at which the error is measured; the first one is timed.
+    options: extra arguments of `create` by mechanism name.
+    runs: measured rounds per length.
+    seconds: stop the rounds of one length once they took this long (at least two are run).
+    threads: torch's number of threads for the comparison; unchanged where None.
+    seed: of the inputs and of the mechanisms.
+    backward: time forward and backward together instead of forward alone.
+    memory: also the peak memory of every call, each measured in a fresh process (seconds per cell).
+    peers: also the other libraries that are installed here (`lab.peers`).
+    resume: an earlier, interrupted comparison with the same settings: lengths that it finished are taken from it.
+    on_cell: called after each cell with the cell, how many are done and how many there will be.
+    on_length: called after each length with what there is so far, for saving it.
 
-    Returns:
-        a :class:`Comparison`. Ctrl-C ends it early: what was measured is returned, with ``complete=False``.
+    Returns a `Comparison`. Ctrl-C ends it early: what was measured is returned, with `complete=False`.
 
     >>> result = compare(["softmax"], [16], causal=[False], heads=2, head_dim=8, runs=1)
     >>> [(cell.mechanism, cell.status) for cell in result.cells]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from subquad.lab.bench import Cell, Comparison
-from subquad.lab.plain_text import aligned
+from subquad.plain_text import aligned
 
 __all__ = ["table"]
 

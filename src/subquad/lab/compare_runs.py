@@ -12,7 +12,7 @@ from typing import Any
 
 from subquad.lab.bench import Comparison
 from subquad.lab.measure import Timing
-from subquad.lab.plain_text import aligned
+from subquad.plain_text import aligned
 
 __all__ = ["Ratio", "Ratios", "compare_saved", "saved_path"]
 
@@ -22,7 +22,7 @@ _SHAPE = ("batch", "heads", "head_dim", "dtype", "backward")
 
 
 def saved_path(name: str) -> Path:
-    """Where ``--save NAME`` keeps a comparison: a path as it is, a plain name in the folder ``subquad-bench``.
+    """Where `--save NAME` keeps a comparison: a path as it is, a plain name in the folder `subquad-bench`.
 
     >>> saved_path("before").as_posix(), saved_path("results/x.json").as_posix()
     ('subquad-bench/before.json', 'results/x.json')
@@ -64,7 +64,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Every mechanism and length that both have; ``missing`` says what only one of them could do."""
+    """Every mechanism and length that both have; `missing` says what only one of them could do."""
 
     names: tuple[str, str]
     rows: tuple[Ratio, ...]

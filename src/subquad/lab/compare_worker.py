@@ -1,7 +1,7 @@
 """The process that one revision runs in: asked for single runs over stdin, it answers with seconds on stdout.
 
 Started as a script by path, never imported: it must run with a subquad older than itself, so it uses nothing of it but
-``create``, ``describe`` and the call. One request per line, {"mechanism", "length", "causal"}; the answer is
+`create`, `describe` and the call. One request per line, {"mechanism", "length", "causal"}; the answer is
 {"seconds"} or {"error"}. The first line names the shape.
 """
 
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -30,9 +31,9 @@ def main() -> None:
     shape = json.loads(sys.stdin.readline())
     if shape["threads"]:
         torch.set_num_threads(shape["threads"])
-    calls: dict[str, Any] = {}
+    calls: dict[str, Callable[[], None]] = {}
 
-    def call(asked: dict[str, Any]) -> Any:
+    def call(asked: dict[str, Any]) -> Callable[[], None]:
         name, length = asked["mechanism"], asked["length"]
         known = subquad.describe(name)["options"]
         options: dict[str, Any] = {"seed": 0} if "seed" in known else {}

@@ -164,7 +164,7 @@ def compare_revisions(
     """Times of `second` over times of `first`, for every mechanism and length; both are names that git knows, or ".".
 
     at: a folder of the repository, None = the current one;  seconds: of one setting, both together;  on_row: a line,
-    how many settings are done, and how many there will be. Ctrl-C keeps what was measured, with ``complete=False``.
+    how many settings are done, and how many there will be. Ctrl-C keeps what was measured, with `complete=False`.
     """
     root = _repository(at or Path.cwd())
     for revision in (first, second):

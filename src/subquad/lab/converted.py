@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from subquad.hf.capturing import run
-from subquad.lab.measure import crossover, interleave
+from subquad.lab.measure import interleave
 from subquad.lab.memory import high_water, reset_high_water
-from subquad.lab.plain_text import first_line
+from subquad.plain_text import first_line
+from subquad.planning.crossover import faster_from
 
 __all__ = ["lengthened", "memory_of", "pays_from", "time_models"]
 
@@ -105,7 +106,7 @@ def pays_from(rows: Sequence[dict[str, Any]]) -> float | None:
     """
     measured = [row for row in rows if "exact_ms" in row]
     times = ({row["length"]: row[f"{name}_ms"] for row in measured} for name in ("converted", "exact"))
-    return crossover(*times)
+    return faster_from(*times)
 
 
 def memory_of(folder: Path, lengths: Sequence[int], *, timeout: float = 600.0) -> list[dict[str, Any]]:

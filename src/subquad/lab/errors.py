@@ -17,17 +17,18 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import checks
-from ..features.calibration import Calibration
-from ..mechanisms import MECHANISMS, create
-from ..mechanisms.base import Mechanism
-from ..planning.baselines import means_of
-from ..planning.candidates import PLANNABLE
-from ..planning.measuring import Piece
-from ..planning.prediction import Curve, baseline_errors, calibrated, check_inputs, refusal
-from ..planning.sampling import CANDIDATES, blocks
-from .making import options_for
-from .plain_text import aligned, first_line
+from subquad import checks
+from subquad.features.calibration import Calibration
+from subquad.lab.making import options_for
+from subquad.mechanisms import MECHANISMS, create
+from subquad.mechanisms.base import Mechanism
+from subquad.plain_text import aligned, first_line
+from subquad.planning.baselines import baseline_errors, means_of
+from subquad.planning.candidates import PLANNABLE
+from subquad.planning.curve import Curve, refusal
+from subquad.planning.measuring import Piece
+from subquad.planning.prediction import calibrated, check_inputs
+from subquad.planning.sampling import CANDIDATES, blocks
 
 __all__ = ["FAMILIES", "PROJECTIONS", "SIZES", "ErrorLine", "ErrorPoint", "ErrorStudy", "error_study", "error_table"]
 
@@ -82,7 +83,7 @@ class ErrorLine:
 
 @dataclass(frozen=True)
 class ErrorStudy:
-    """What :func:`error_study` found: the curves and, on the same rows, the baselines."""
+    """What `error_study` found: the curves and, on the same rows, the baselines."""
 
     lines: tuple[ErrorLine, ...]
     baselines: Mapping[str, float]
@@ -91,7 +92,7 @@ class ErrorStudy:
     complete: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Every number, ready for :func:`subquad.lab.write_json`."""
+        """Every number, ready for `lab.write_json`."""
         return {**vars(self), "lines": [line.as_dict() for line in self.lines], "baselines": dict(self.baselines),
                 "settings": dict(self.settings)}  # fmt: skip
 
@@ -147,6 +148,7 @@ def error_study(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     calibration: tuple[Tensor, Tensor] | None = None,
+    baselines: Mapping[str, float] | None = None,
     draws: int = 8,
     tokens: int = 1024,
     seed: int = 0,
@@ -161,11 +163,12 @@ def error_study(
     mechanisms:   further lines: names, or {"mechanism": name, **options}; what plays the part of the number of features
                   there (window, clusters, landmarks) takes the same values, and what has none is a flat line
     calibration:  q, k that calibrated features see; None = the data itself
+    baselines:    those that an earlier study of the same inputs found; None = found here
     draws:        independent projections per point;  tokens: how many of the sequence are measured
     predict:      also the closed form, where there is one
     on_line:      called after each line with the line, how many are done and how many there will be
 
-    Ctrl-C ends it early: what was measured is returned, with ``complete=False``.
+    Ctrl-C ends it early: what was measured is returned, with `complete=False`.
 
     >>> import torch
     >>> q, k = 0.3 * torch.randn(2, 1, 1, 100, 16, generator=torch.Generator().manual_seed(0))
@@ -195,9 +198,11 @@ def error_study(
     )  # fmt: skip
     if not sample:
         raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
-    moments = Calibration(k.shape[1], k.shape[-1])
-    moments.update(q, k, mask)
-    weights, outs = baseline_errors(sample, means_of(moments, number))
+    if baselines is None:
+        moments = Calibration(k.shape[1], k.shape[-1])
+        moments.update(q, k, mask)
+        weights, outs = baseline_errors(sample, means_of(moments, number))
+        baselines = weights if v is None else outs
     seen = (q, k, mask) if calibration is None else (*calibration, None)
     lines: list[ErrorLine] = []
     complete = False
@@ -216,7 +221,7 @@ def error_study(
         "draws": draws, "seed": seed, "calibrated_on": "the data itself" if calibration is None else "other data",
     }  # fmt: skip
     criterion = "attention matrix" if v is None else "output"
-    return ErrorStudy(tuple(lines), weights if v is None else outs, criterion, settings, complete)
+    return ErrorStudy(tuple(lines), baselines, criterion, settings, complete)
 
 
 def _line(

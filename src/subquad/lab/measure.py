@@ -5,7 +5,6 @@ neighbour that wakes up or memory that warms then meets all of them. The *best* 
 (noise only ever adds); the *spread*, median over best minus one, says how far to trust it.
 """
 
-import math
 import os
 import platform
 import statistics
@@ -18,7 +17,7 @@ import torch
 
 from subquad import checks
 
-__all__ = ["CLOCKS", "Timing", "crossover", "interleave", "machine"]
+__all__ = ["CLOCKS", "Timing", "interleave", "machine"]
 
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -54,7 +53,7 @@ class Timing:
         return self.median / self.best - 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Milliseconds, for a record: ``best_ms``, ``median_ms``, ``spread``, ``runs_ms``."""
+        """Milliseconds, for a record: `best_ms`, `median_ms`, `spread`, `runs_ms`."""
         return {
             "best_ms": self.best * 1e3,
             "median_ms": self.median * 1e3,
@@ -83,20 +82,18 @@ def interleave(
     once: frozenset[str] = frozenset(),
     clock: str = "wall",
 ) -> dict[str, Timing]:
-    """Time ``calls`` in turn, ``runs`` rounds of all of them after ``warmup`` unmeasured ones.
+    """Time `calls` in turn, `runs` rounds of all of them after `warmup` unmeasured ones.
 
-    Args:
-        calls: what to time, by name; each takes no arguments.
-        runs: measured rounds.
-        warmup: rounds that are run and thrown away (allocation, threads starting, caches filling).
-        seconds: stop after the round in which the measured time exceeds this; at least two rounds are run.
-        device: where the calls compute; accelerators are waited for on both sides of the clock.
-        once: names so slow that they run a single time, without warm-up.
-        clock: one of CLOCKS: ``wall``, or ``cpu`` for the time of the process on all its threads, which is what can be
-            compared (on one thread) where other processes share the machine.
+    calls: what to time, by name; each takes no arguments.
+    runs: measured rounds.
+    warmup: rounds that are run and thrown away (allocation, threads starting, caches filling).
+    seconds: stop after the round in which the measured time exceeds this; at least two rounds are run.
+    device: where the calls compute; accelerators are waited for on both sides of the clock.
+    once: names so slow that they run a single time, without warm-up.
+    clock: one of CLOCKS: `wall`, or `cpu` for the time of the process on all its threads, which is what can be
+        compared (on one thread) where other processes share the machine.
 
-    Returns:
-        a :class:`Timing` per name, in the order of ``calls``.
+    Returns a `Timing` per name, in the order of `calls`.
 
     >>> timings = interleave({"sum": lambda: torch.ones(10).sum()}, runs=3)
     >>> len(timings["sum"].seconds), timings["sum"].best > 0
@@ -129,27 +126,8 @@ def interleave(
     return {name: Timing(tuple(values)) for name, values in measured.items()}
 
 
-def crossover(mine: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
-    """The length from which `mine` stays below `softmax`, between measured lengths on a log scale; None = nowhere.
-
-    >>> round(crossover({256: 2.0, 1024: 8.0}, {256: 1.0, 1024: 16.0}))
-    512
-    >>> crossover({256: 2.0}, {256: 1.0}) is None, crossover({256: 0.5}, {256: 1.0})
-    (True, 256.0)
-    """
-    both = sorted(set(mine) & set(softmax))
-    ratios = [math.log(mine[n] / softmax[n]) for n in both]
-    if not both or ratios[-1] > 0:
-        return None
-    slower = [i for i, ratio in enumerate(ratios) if ratio > 0]
-    if not slower:
-        return float(both[0])
-    i = slower[-1]
-    return both[i] * math.pow(both[i + 1] / both[i], ratios[i] / (ratios[i] - ratios[i + 1]))
-
-
 def _processor() -> str:
-    """The processor's name; ``platform.processor()`` is empty or just 'x86_64' on most Linux systems."""
+    """The processor's name; `platform.processor()` is empty or just 'x86_64' on most Linux systems."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from subquad.lab.plain_text import first_line
+from subquad.plain_text import first_line
 
 __all__ = ["available_memory", "high_water", "peak_memories", "peak_memory", "reset_high_water", "resident_memory"]
 
@@ -92,8 +92,8 @@ def peak_memory(
 ) -> dict[str, Any]:
     """Bytes that attention at this length needs on top of its inputs.
 
-    Returns ``extra_bytes`` (peak above the resident size before the call, output and gradients included) and
-    ``tensor_bytes`` (q, k, v and out together), or ``error`` with the last line of what the child said.
+    Returns `extra_bytes` (peak above the resident size before the call, output and gradients included) and
+    `tensor_bytes` (q, k, v and out together), or `error` with the last line of what the child said.
     """
     job = {
         "mechanism": mechanism,
@@ -125,7 +125,7 @@ def peak_memory(
 
 
 def peak_memories(jobs: Sequence[Mapping[str, Any]], *, timeout: float = 600.0) -> list[dict[str, Any]]:
-    """:func:`peak_memory` of several calls, each a mapping of its arguments, in the time of one start of Python.
+    """`peak_memory` of several calls, each a mapping of its arguments, in the time of one start of Python.
 
     One process loads the libraries and runs nothing; each call gets a fork of it, which is as fresh as a new process.
     Where forking is not safe (macOS, Windows) every call gets a new process.
@@ -232,7 +232,7 @@ def _child(job: dict[str, Any]) -> dict[str, Any]:
         before = reset_high_water()
         out = run(q, k, v)
     extra = high_water() - before
-    return {"extra_bytes": extra, "tensor_bytes": sum(x.numel() * x.element_size() for x in (q, k, v, out))}
+    return {"extra_bytes": extra, "tensor_bytes": sum(x.nbytes for x in (q, k, v, out))}
 
 
 if __name__ == "__main__":

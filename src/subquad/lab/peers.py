@@ -15,7 +15,7 @@ import importlib.metadata
 import importlib.util
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ Prepare = Callable[[Tensor, Tensor, Tensor, bool, int], Call]
 
 @dataclass(frozen=True)
 class Peer:
-    """One attention of another library; ``prepare(q, k, v, is_causal, num_features)`` gives a call -> (B, H, L, E).
+    """One attention of another library; `prepare(q, k, v, is_causal, num_features)` gives a call -> (B, H, L, E).
 
-    A call that it cannot do raises ValueError. ``estimates_softmax`` says whether its distance from softmax means much.
+    A call that it cannot do raises ValueError. `estimates_softmax` says whether its distance from softmax means much.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Peer:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def _quiet() -> Iterator[None]:
     """Libraries that are years old warn about themselves and print that there is no CUDA; both are known."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -11,31 +11,56 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.hf.capturing import run
+from subquad.mechanisms import Mechanism
+from subquad.nn.pooling import pool
+from subquad.planning.baselines import uniform_attention
 
-__all__ = ["KINDS", "figure", "kind_of", "read_documents", "to_batches"]
+__all__ = ["KINDS", "Uniform", "embeddings", "figure", "kind_of", "read_documents", "to_batches"]
 
 Batch = dict[str, Tensor]
 KINDS = {"perplexity": "lower is better", "masked accuracy": "higher is better", "embedding cosine": "1 is exact"}
 _HIDDEN_SHARE, _IGNORED = 0.15, -100
 
 
+@final
+class Uniform(Mechanism):
+    """The mean of the visible values in the place of attention: what a conversion has to beat.
+
+    >>> import subquad as sq
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
+    >>> torch.allclose(sq.attention(q, k, v, Uniform), v.mean(2, keepdim=True), atol=1e-6)
+    True
+    """
+
+    name = "uniform"
+    equation = "mean of the visible values"
+    paper = "none"
+    complexity = "O(L)"
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None, **_: Any) -> Tensor:
+        return uniform_attention(q, k, v, is_causal=is_causal, key_mask=key_mask)
+
+
 def read_documents(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
     """Token ids of the texts in a file: a JSON list of lists of ids, or text whose documents are separated by empty
     lines (by line ends, where there is no empty line). Longer ones are cut into pieces of `longest` tokens.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: it cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".json":
-        found = json.loads(text)
-        if not (isinstance(found, list) and all(isinstance(row, list) for row in found)):
-            raise ValueError(f"{path}: expected a JSON list of lists of token ids")
-        rows = found
+        rows = _token_ids(text)
+        if rows is None:
+            raise ValueError(f"{path}: expected a JSON list of lists of token ids, like [[5, 17, 3], [8, 2]]")
     else:
         if tokenizer is None:
             raise ValueError(f"{path} is text, and the model's folder has no tokenizer; give token ids (.json) instead")
@@ -45,6 +70,20 @@ def read_documents(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
         rows = tokenizer(parts, truncation=False, verbose=False)["input_ids"] if parts else []
     pieces = [row[start : start + longest] for row in rows for start in range(0, len(row), longest)]
     return [piece for piece in pieces if len(piece) > 1]
+
+
+def _token_ids(text: str) -> list[list[int]] | None:
+    """The JSON lists of whole numbers of at least 0 in a text, or None where it holds anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not (isinstance(found, list) and all(isinstance(row, list) for row in found)):
+        return None
+    numbers = all(
+        isinstance(token, int) and not isinstance(token, bool) and token >= 0 for row in found for token in row
+    )
+    return found if numbers else None
 
 
 def to_batches(documents: Sequence[Sequence[int]], size: int, padding: int) -> list[Batch]:
@@ -101,13 +140,15 @@ def _masked_accuracy(model: nn.Module, batches: Sequence[Batch], mask_token: int
     return right / max(count, 1)
 
 
-def _embeddings(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+@torch.no_grad()
+def embeddings(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """Means of the last hidden states over real tokens, of length 1: (texts, width)."""
     rows = []
     for batch in batches:
         out = run(model, {**batch, "output_hidden_states": True})
         hidden = out.hidden_states[-1] if getattr(out, "hidden_states", None) is not None else out.last_hidden_state
-        weight = batch["attention_mask"].to(hidden)[..., None]
-        rows.append(F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1).cpu())
+        real = batch["attention_mask"].to(hidden.device).bool()
+        rows.append(F.normalize(pool(hidden, real, "mean"), dim=-1).cpu())
     return torch.cat(rows)
 
 
@@ -130,4 +171,4 @@ def figure(
         return _masked_accuracy(model, batches, mask_token, special)
     if kind != "embedding cosine" or exact is None:
         raise ValueError(f"kind={kind!r}: expected one of {list(KINDS)}, and exact= for the cosine")
-    return float((_embeddings(model, batches) * _embeddings(exact, batches)).sum(-1).mean())
+    return float((embeddings(model, batches) * embeddings(exact, batches)).sum(-1).mean())

@@ -47,6 +47,8 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 
 def _lookup(name: object) -> type[Mechanism]:
     if isinstance(name, type) and issubclass(name, Mechanism):
+        if not hasattr(name, "name"):
+            raise TypeError(f"mechanism must be complete, got the base class {name.__name__}; give a class below it")
         return name
     if not isinstance(name, str):
         raise TypeError(f"mechanism must be a name, a Mechanism class or a Mechanism object, got {type(name).__name__}")
@@ -93,7 +95,7 @@ def create(
             raise TypeError("create('auto') needs head_dim= and length=, the length to choose a mechanism for")
         from ..planning.crossover import resolve_auto
 
-        return resolve_auto(head_dim, heads, kv_heads, **options)  # type: ignore[no-any-return]
+        return resolve_auto(head_dim, heads, kv_heads, **options)
     cls = _lookup(mechanism)
     if head_dim is None:
         raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")
@@ -149,6 +151,9 @@ def list_mechanisms(
     True
     """
     wanted = {"causal": causal, "recurrent": recurrent, "exact": exact, "kernelised": kernelised}
+    for fact, value in wanted.items():
+        if value is not None:
+            checks.check_flag(fact, value)
     return sorted(
         name
         for name, cls in MECHANISMS.items()

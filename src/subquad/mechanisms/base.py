@@ -174,7 +174,7 @@ class Mechanism(nn.Module):
                     f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: where the "
                     "queries stand is ambiguous. Use scan(q, k, v, state) to continue a sequence"
                 )
-        if q.shape[0] == 0:
+        if q.shape[0] == 0 or v.shape[-1] == 0:
             # The last, odd-sized batch of a data loader: nothing to compute, but still a part of the graph.
             return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
         k, v = without_padding(k, v, key_mask)

@@ -93,11 +93,7 @@ class Efficient(Kernelised):
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, LinearState]:
         scale, key_mask = call.pop("scale"), call["key_mask"]
-        state = (
-            self._empty(k, v, scale)
-            if state is None
-            else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], scale)
-        )
+        state = self._empty(k, v, scale) if state is None else self._checked(state, k, k.shape[1], v.shape[-1], scale)
         if self.normalization == "scaling":
             real = torch.ones_like(k[:, 0, :, 0], dtype=torch.int64) if key_mask is None else key_mask.long()
             seen = (state.count[:, None] + real.cumsum(-1)).clamp(min=1)
@@ -122,5 +118,5 @@ class Efficient(Kernelised):
     ) -> Tensor:
         checks.check_queries(q, self.head_dim, self.heads)
         number = self.resolve_scale(scale)
-        state = self._checked(state, q.shape[0], None, None, number)
+        state = self._checked(state, q, None, None, number)
         return self._read(q, state, q.dtype, scale=number, backend=backend, chunk_size=chunk_size)

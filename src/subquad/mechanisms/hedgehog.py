@@ -57,6 +57,7 @@ class Hedgehog(Kernelised):
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
         checks.check_option("activation", activation, ("softmax", "exp"))
+        checks.check_flag("shared", shared)
         self.activation, self.shared = activation, shared
         self.feature_map = HedgehogFeatures(
             head_dim, kv_heads=self.need_heads("learned features"), activation=activation, shared=shared

@@ -167,16 +167,14 @@ class Hybrid(Mechanism):
     def _empty(self, k: Tensor, v: Tensor, scale: float) -> HybridState:
         far = self.far._empty(k, v, scale)
         far = replace(far, origin=self._origin(scale))
-        made: HybridState = HybridState.empty(
+        return HybridState.empty(
             far, k, window=self.window, sinks=self.sinks, feature_map=self.far.feature_map, scale=scale
         )
-        return made
 
     def _checked(self, state: Any, k: Tensor, v: Tensor, scale: float) -> HybridState:
         check_continues(state, HybridState, self._origin(scale), "hybrid's scan()")
         assert isinstance(state, HybridState)
-        batch, heads = state.far.weighted.shape[:2]
-        check_fits((batch, heads, state.window_v.shape[-1]), k.shape[0], k.shape[1], v.shape[-1])
+        check_fits(state.window_v, k, k.shape[1], v.shape[-1])
         return state
 
     def _backend(self, backend: str | None, chunk_size: int | None, *tensors: Tensor) -> str:

@@ -78,7 +78,9 @@ class HybridState:
     origin: str = ""
 
     @staticmethod
-    def empty(far: LinearState, k: Tensor, *, window: int, sinks: int, feature_map: FeatureMap, scale: float) -> Any:
+    def empty(
+        far: LinearState, k: Tensor, *, window: int, sinks: int, feature_map: FeatureMap, scale: float
+    ) -> HybridState:
         """A state that has seen nothing; k (B, H, ..., D) gives the shape, `far` the value width and the origin."""
         batch, heads, width, value_width = k.shape[0], k.shape[1], k.shape[-1], far.weighted.shape[-1]
         like = far.weighted

@@ -50,10 +50,10 @@ class Kernelised(Mechanism):
             origin=self._origin(scale),
         )
 
-    def _checked(self, state: Any, batch: int, heads: int | None, width: int | None, scale: float) -> LinearState:
+    def _checked(self, state: Any, tokens: Tensor, heads: int | None, width: int | None, scale: float) -> LinearState:
         check_continues(state, LinearState, self._origin(scale), f"{self.name}'s scan() or absorb()")
         assert isinstance(state, LinearState)
-        check_fits((state.weighted.shape[0], state.weighted.shape[1], state.weighted.shape[3]), batch, heads, width)
+        check_fits(state.weighted, tokens, heads, width)
         return state
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **call: Any) -> Tensor:
@@ -65,11 +65,7 @@ class Kernelised(Mechanism):
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, LinearState]:
         scale = call["scale"]
-        state = (
-            self._empty(k, v, scale)
-            if state is None
-            else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], scale)
-        )
+        state = self._empty(k, v, scale) if state is None else self._checked(state, k, k.shape[1], v.shape[-1], scale)
         return dispatch.causal(self.feature_map, q, k, v, state, normalise=self.normalise, **call)
 
     def absorb(
@@ -86,11 +82,7 @@ class Kernelised(Mechanism):
         checks.check_keys(k, v, self.head_dim, self.kv_heads)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         number = self.resolve_scale(scale)
-        state = (
-            self._empty(k, v, number)
-            if state is None
-            else self._checked(state, k.shape[0], k.shape[1], v.shape[-1], number)
-        )
+        state = self._empty(k, v, number) if state is None else self._checked(state, k, k.shape[1], v.shape[-1], number)
         k, v = without_padding(k, v, key_mask)
         return dispatch.absorb(
             self.feature_map, k, v, state, scale=number, key_mask=key_mask, backend=backend, chunk_size=chunk_size
@@ -107,7 +99,7 @@ class Kernelised(Mechanism):
     ) -> Tensor:
         checks.check_queries(q, self.head_dim, self.heads)
         number = self.resolve_scale(scale)
-        state = self._checked(state, q.shape[0], None, None, number)
+        state = self._checked(state, q, None, None, number)
         if q.shape[1] % state.weighted.shape[1]:
             raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the state's {state.weighted.shape[1]}")
         return dispatch.read(

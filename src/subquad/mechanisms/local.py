@@ -188,16 +188,16 @@ class Local(Mechanism):
             self._origin(scale),
         )
 
-    def _checked(self, state: Any, scale: float, batch: int, heads: int | None, width: int | None) -> WindowState:
+    def _checked(self, state: Any, scale: float, tokens: Tensor, heads: int | None, width: int | None) -> WindowState:
         check_continues(state, WindowState, self._origin(scale), "local's scan() or absorb()")
         assert isinstance(state, WindowState)
-        check_fits((state.v.shape[0], state.v.shape[1], state.v.shape[3]), batch, heads, width)
+        check_fits(state.v, tokens, heads, width)
         return state
 
     def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> WindowState:
         if state is None:
             return self._empty(k, v, scale)
-        return self._checked(state, scale, k.shape[0], k.shape[1], v.shape[-1])
+        return self._checked(state, scale, k, k.shape[1], v.shape[-1])
 
     def _scan(
         self,
@@ -271,7 +271,7 @@ class Local(Mechanism):
         checks.check_queries(q, self.head_dim, self.heads)
         check_call(backend, chunk_size)
         number = self.resolve_scale(scale)
-        state = self._checked(state, number, q.shape[0], None, None)
+        state = self._checked(state, number, q, None, None)
         near = state.count[:, None] + torch.arange(-self.window, 0, device=q.device) >= self.global_tokens
         first = torch.arange(self.global_tokens, device=q.device) < state.count[:, None]
         keys, values = torch.cat([state.first_k, state.k], 2), torch.cat([state.first_v, state.v], 2)

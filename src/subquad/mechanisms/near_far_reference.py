@@ -8,7 +8,6 @@ Each row is relative to its own largest term, so nothing here depends on a shift
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +55,11 @@ def _dense(
     return safe_divide(numerator, normaliser).reshape(batch, heads, length, v.shape[-1])
 
 
-def _reference_masks(position: Tensor, rows: Tensor, mask: Tensor, start: Tensor, window: int, sinks: int) -> Any:
-    """Which keys (B, S) at `position` with `mask` are near or far for rows (B, L), seen without regard to order."""
+def _reference_masks(
+    position: Tensor, rows: Tensor, mask: Tensor, start: Tensor, window: int, sinks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Which keys (B, S) at `position` with `mask` are near or far for rows (B, L), seen without regard to order, and
+    how far behind the rows they are: three times (B, L, S)."""
     distance = rows[:, :, None] - position[:, None, :]
     is_sink = ((position >= start[:, None]) & (position < start[:, None] + sinks))[:, None]
     near = ((distance.abs() <= window) | is_sink) & mask[:, None]

@@ -89,6 +89,8 @@ class Performer(Kernelised):
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
         checks.check_positive("num_features", num_features)
+        for argument, flag in (("antithetic", antithetic), ("center", center), ("per_head", per_head)):
+            checks.check_flag(argument, flag)
         if not callable(features):
             checks.check_option("features", features, FEATURES)
         checks.check_option("kernel", kernel, ("softmax", "gaussian"))

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype
-from ..state import check_continues, check_same, register_state
+from ..state import check_continues, check_fits, check_same, register_state
 from .base import Mechanism, real_keys
+from .windows import check_call
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 
@@ -122,8 +123,7 @@ class Softmax(Mechanism):
         backend: str | None,
     ) -> Tensor:
         """Query i stands at position past + i."""
-        if backend is not None:
-            checks.check_option("backend", backend, ("reference",))
+        check_call(backend, None)
         length, keys = q.shape[2], k.shape[2]
         if keys == 0 or length == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -143,9 +143,12 @@ class Softmax(Mechanism):
     def _origin(self, scale: float) -> str:
         return f"softmax scale {scale:.9g}"
 
-    def _checked(self, state: Any, scale: float) -> KVState:
+    def _checked(
+        self, state: Any, scale: float, tokens: Tensor, heads: int | None = None, width: int | None = None
+    ) -> KVState:
         check_continues(state, KVState, self._origin(scale), "softmax's scan() or absorb()")
         assert isinstance(state, KVState)
+        check_fits(state.v, tokens, heads, width, exactly=True)
         return state
 
     def _scan(
@@ -180,8 +183,9 @@ class Softmax(Mechanism):
         checks.check_keys(k, v, self.head_dim, self.kv_heads)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         number = self.resolve_scale(scale)
+        check_call(backend, chunk_size)
         new = KVState(k, v, real_keys(k, key_mask), self._origin(number))
-        return new if state is None else self._checked(state, number).merge(new)
+        return new if state is None else self._checked(state, number, k, k.shape[1], v.shape[-1]).merge(new)
 
     def read(
         self,
@@ -194,5 +198,6 @@ class Softmax(Mechanism):
     ) -> Tensor:
         checks.check_queries(q, self.head_dim, self.heads)
         number = self.resolve_scale(scale)
-        state = self._checked(state, number)
+        check_call(backend, chunk_size)
+        state = self._checked(state, number, q)
         return self._masked(q, state.k, state.v, False, 0, number, state.mask, backend)

@@ -61,7 +61,9 @@ class Taylor(Kernelised):
         center: bool = False,
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
-        if degree not in (1, 2):
+        checks.check_flag("hermite", hermite)
+        checks.check_flag("center", center)
+        if isinstance(degree, bool) or degree not in (1, 2):
             raise ValueError(f"degree must be 1 or 2, got {degree!r}")
         if hermite and degree == 1:
             raise ValueError(

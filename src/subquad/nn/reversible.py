@@ -11,7 +11,7 @@ exact up to rounding: keep the residual stream in float32 (autocast does) for de
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -52,13 +52,8 @@ class _Autocast:
         self.enabled = self.known and torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device) if self.known else None
 
-    def again(self) -> Any:
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled) if self.known else _nothing()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    def again(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled) if self.known else nullcontext()
 
 
 def _steps(blocks: Sequence[Block], call: Call) -> Steps:
@@ -108,7 +103,7 @@ class _ReversibleStack(torch.autograd.Function):
             with (
                 torch.enable_grad(),
                 ctx.autocast.again(),
-                _nothing() if randomness is None else randomness.again(),
+                nullcontext() if randomness is None else randomness.again(),
             ):
                 delta = block.delta(branch, leaf)
             wanted = [leaf, *own, *([memory] if memory is not None and memory.requires_grad else [])]

@@ -51,7 +51,7 @@ def _bytes(tensors: tuple[Tensor, ...]) -> Tensor:
 
 def _unpacked(rows: Tensor, like: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
     """The tensors in each row of bytes (processes, bytes)."""
-    sizes = [x.numel() * x.element_size() for x in like]
+    sizes = [x.nbytes for x in like]
     for row in rows:
         parts = row.split(sizes)
         # A clone starts at an aligned address, which a view as a wider type needs.

@@ -30,6 +30,7 @@ __all__ = [
     "means_of",
     "polynomial_weights",
     "squared_errors",
+    "uniform_attention",
     "uniform_weights",
 ]
 
@@ -59,8 +60,33 @@ def _normalised(weights: Tensor, visible: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
+def uniform_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, key_mask: Tensor | None = None
+) -> Tensor:
+    """The mean of the visible values, whatever q and k are; 0 where nothing is visible.
+
+    q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E), key_mask (B, S) bool -> (B, Hq, L, E), of v's dtype
+
+    >>> q, k = torch.randn(2, 1, 1, 3, 2)
+    >>> v = torch.tensor([0.0, 2.0, 7.0]).view(1, 1, 3, 1)
+    >>> uniform_attention(q, k, v).flatten().tolist(), uniform_attention(q, k, v, is_causal=True).flatten().tolist()
+    ([3.0, 3.0, 3.0], [0.0, 1.0, 3.0])
+    """
+    # Whole numbers and sums in at least float32: half precision cannot count to a few thousand.
+    values = v.to(torch.promote_types(v.dtype, torch.float32))
+    visible = torch.ones(v.shape[2], dtype=torch.bool, device=v.device) if key_mask is None else key_mask.unsqueeze(1)
+    if key_mask is not None:
+        values = values.masked_fill(~visible.unsqueeze(-1), 0.0)
+    if is_causal:
+        total, count = values.cumsum(2), visible.cumsum(-1)
+    else:
+        total, count = values.sum(2, keepdim=True), visible.sum(-1, keepdim=True)
+    mean = (total / count.clamp(min=1).unsqueeze(-1)).to(v.dtype)
+    return mean.repeat_interleave(q.shape[1] // k.shape[1], 1).expand(*q.shape[:3], v.shape[-1])
+
+
 def uniform_weights(block: Block) -> Tensor:
-    """1/n on the n visible keys."""
+    """The rows (n, S) of `uniform_attention`: 1/n on the n visible keys."""
     return _normalised(torch.ones_like(block.weights), block.visible)
 
 

@@ -6,16 +6,17 @@ that a time depends on: the mechanism's config, heads, form, machine, threads an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .._version import __version__
+from ..files import write_json
 
 __all__ = ["measurement_key", "read_json_table", "table_path", "write_json_table"]
 
@@ -39,15 +40,8 @@ def read_json_table(file: str) -> dict[str, Any]:
 
 def write_json_table(file: str, table: dict[str, Any]) -> None:
     """Replace the table in one step: several processes may measure at the same time."""
-    path = table_path(file)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(table, stream, indent=2, sort_keys=True)
-        os.replace(name, path)
-    except OSError:
-        pass  # a read-only home: the value is measured again next time
+    with contextlib.suppress(OSError):  # a read-only home: the value is measured again next time
+        write_json(table_path(file), dict(sorted(table.items())))
 
 
 def measurement_key(config: dict[str, Any], heads: int, is_causal: bool, training: bool) -> str:

@@ -21,9 +21,10 @@ from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from .candidates import ladders
 from .cost import attention_costs
+from .judging import fewer_heads, with_seed
 from .prediction import check_inputs
 from .recommendation import Choice, Plan
-from .study import Study, fewer_heads, with_seed
+from .study import Study
 
 __all__ = ["plan"]
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from .. import checks
 from ..mechanisms import MECHANISMS, create
 from ..mechanisms.base import Mechanism
-from .cache import measurement_key, read_json_table, table_path, write_json_table
+from .cache import measurement_key, read_json_table, write_json_table
 
-__all__ = ["CostModel", "Points", "TimeEstimate", "attention_costs", "predict_time", "table_path"]
+__all__ = ["QUADRATIC", "CostModel", "Points", "TimeEstimate", "attention_costs", "predict_time", "seconds_of"]
 
 FILE = "costs.json"
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -142,7 +142,8 @@ def _form(attend: Mechanism) -> str:
     return "linear" if MECHANISMS.get(attend.name) is type(attend) else "power"
 
 
-def _run(call: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor], training: bool) -> float:
+def seconds_of(call: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor], training: bool) -> float:
+    """Seconds of one call with tensors of the content of `inputs`; with the backward where `training`."""
     inputs = [x.detach().requires_grad_(training) for x in inputs]
     start = time.perf_counter()
     with torch.set_grad_enabled(training):
@@ -165,7 +166,7 @@ def _measure(
         runs: list[list[float]] = [[] for _ in calls]
         for turn in range(3 * ROUNDS + 1):
             for i in waiting:
-                seconds = _run(calls[i], inputs, training)
+                seconds = seconds_of(calls[i], inputs, training)
                 if turn:  # the first round warms up
                     runs[i].append(seconds)
             # On a busy machine the best of a few runs is still luck.

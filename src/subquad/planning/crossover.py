@@ -11,16 +11,18 @@ It may be read, edited to override a value, or deleted to measure again; `crosso
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import checks
+from ..mechanisms import Mechanism, create
 from .cache import measurement_key, read_json_table, table_path, write_json_table
+from .cost import seconds_of
 
-__all__ = ["cache_path", "crossover_length", "read_table", "resolve_auto"]
+__all__ = ["cache_path", "crossover_length", "faster_from", "read_table", "resolve_auto"]
 
 FILE = "crossovers.json"
 LENGTHS = tuple(128 << i for i in range(8))  # 128 ... 16384
@@ -37,47 +39,56 @@ def read_table() -> dict[str, Any]:
     return read_json_table(FILE)
 
 
-def _seconds(attend: Any, length: int, heads: int, is_causal: bool, training: bool) -> float:
+def faster_from(mine: Mapping[int, float], softmax: Mapping[int, float]) -> float | None:
+    """The length from which `mine` stays below `softmax`, between measured lengths on a log scale; None = nowhere.
+
+    mine, softmax: {length: time}
+
+    >>> round(faster_from({256: 2.0, 1024: 8.0}, {256: 1.0, 1024: 16.0}))
+    512
+    >>> faster_from({256: 2.0}, {256: 1.0}) is None, faster_from({256: 0.5}, {256: 1.0})
+    (True, 256.0)
+    """
+    both = sorted(set(mine) & set(softmax))
+    ratios = [math.log(mine[n] / softmax[n]) for n in both]
+    if not both or ratios[-1] > 0:
+        return None
+    slower = [i for i, ratio in enumerate(ratios) if ratio > 0]
+    if not slower:
+        return float(both[0])
+    i = slower[-1]
+    return both[i] * math.pow(both[i + 1] / both[i], ratios[i] / (ratios[i] - ratios[i + 1]))
+
+
+def _seconds(attend: Mechanism, length: int, heads: int, is_causal: bool, training: bool) -> float:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = 0.5 * torch.randn(3, 1, heads, length, attend.head_dim, generator=generator)
-    inputs = [x.requires_grad_(training) for x in (q, k, v)]
-    start = time.perf_counter()
-    with torch.set_grad_enabled(training):
-        out = attend(*inputs, is_causal=is_causal)
-        if training:
-            out.sum().backward()
-    return time.perf_counter() - start
+    inputs = 0.5 * torch.randn(3, 1, heads, length, attend.head_dim, generator=generator)
+    return seconds_of(lambda x: attend(*x, is_causal=is_causal), list(inputs), training)
 
 
-def _measure(attend: Any, softmax: Any, heads: int, is_causal: bool, training: bool) -> int | None:
+def _measure(attend: Mechanism, softmax: Mechanism, heads: int, is_causal: bool, training: bool) -> int | None:
     """The first length, between the measured ones on a log scale, at which `attend` takes less time than `softmax`."""
-    before: tuple[int, float] | None = None
+    mine: dict[int, float] = {}
+    exact: dict[int, float] = {}
     for length in LENGTHS:
-        best = [math.inf, math.inf]
         for turn in range(ROUNDS + 1):
-            for i, mechanism in enumerate((attend, softmax)):
+            for mechanism, best in ((attend, mine), (softmax, exact)):
                 seconds = _seconds(mechanism, length, heads, is_causal, training)
                 if turn:  # the first round warms up
-                    best[i] = min(best[i], seconds)
-        ratio = math.log(best[0] / best[1])
-        if ratio <= 0:
-            if before is None:
-                return length
-            earlier, above = before
-            return round(earlier * math.pow(length / earlier, above / (above - ratio)))
-        before = (length, ratio)
+                    best[length] = min(best.get(length, math.inf), seconds)
+        found = faster_from(mine, exact)
+        if found is not None:
+            return round(found)
     return None
 
 
 def crossover_length(
-    mechanism: Any, *, heads: int = 8, is_causal: bool = False, training: bool = False, measure: bool = True
+    mechanism: Mechanism, *, heads: int = 8, is_causal: bool = False, training: bool = False, measure: bool = True
 ) -> int | None:
     """The length from which `mechanism` (an object from `create`) is faster than softmax here; None = not up to 16384.
 
     Measured on the CPU at the first call for a mechanism, shape and machine, then read from the table.
     """
-    from ..mechanisms import create
-
     key = measurement_key(mechanism.config(), heads, is_causal, training)
     table = read_table()
     if key not in table:
@@ -103,7 +114,7 @@ def resolve_auto(
     training: bool = False,
     crossover: int | None = None,
     **options: Any,
-) -> Any:
+) -> Mechanism:
     """softmax for `length` below the crossover, else `above` with `options`.
 
     length:    the length to decide for
@@ -111,8 +122,6 @@ def resolve_auto(
     is_causal, training: which form is timed: causal or not, forward alone or with its backward
     crossover: a length to use instead of the measured one
     """
-    from ..mechanisms import create
-
     checks.check_positive("length", length)
     if crossover is not None:
         checks.check_positive("crossover", crossover)

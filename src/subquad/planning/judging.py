@@ -23,10 +23,9 @@ from ..features.calibration import Calibration, calibrations
 from ..features.random import ExponentialFeatures
 from ..mechanisms import MECHANISMS, create
 from ..mechanisms.base import Mechanism
-from .baselines import means_of
+from .baselines import baseline_errors, means_of
 from .candidates import Ladder
 from .measuring import CONFIDENCE, LEAST_DRAWS, Piece
-from .prediction import baseline_errors
 from .recommendation import Choice
 from .sampling import blocks, evenly
 from .variation import Parts, best_draw
@@ -126,6 +125,12 @@ class Judge:
         )
         self.growing = self.length > self.piece.tokens and q.shape[2] == k.shape[2] and half > 0
         self.sample = list(blocks(q, k, v, max_queries=CANDIDATE_ROWS, **{**form, "scale": self.scale}))
+        if self.key_mask is None and not self.piece.norm > 0:
+            largest = max(float(x.abs().max()) for x in (q, k))
+            raise ValueError(
+                "softmax attention is 0 or undefined here, so no error is relative to it: v is 0, or q and k are "
+                f"too large (entries up to {largest:.2g}) for their products to be finite; check how they were scaled"
+            )
         if not self.sample or not self.piece.norm > 0:
             raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
         self.statistics = Calibration(k.shape[1], k.shape[-1])

@@ -91,9 +91,8 @@ class Choice:
     @property
     def needs_calibration(self) -> bool:
         """Whether `calibrate(q, k)` must be called before use, or pays (OPRF)."""
-        every = {**self.options, **(self.options.get("far") or {})} if isinstance(self.options.get("far"), dict) else (
-            self.options
-        )  # fmt: skip
+        far = self.options.get("far")
+        every = {**self.options, **far} if isinstance(far, dict) else self.options
         return bool(every.get("center") or every.get("hermite") or every.get("features") in ("oprf", "sderf"))
 
     def create(self, head_dim: int, heads: int | None = None, kv_heads: int | None = None, **more: Any) -> Mechanism:
@@ -102,7 +101,7 @@ class Choice:
             return self.given
         return create(self.mechanism, head_dim, heads, kv_heads, **{**self.options, **more})
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Plain data; an infinite error is null."""
         time = None if self.time is None else {"seconds": self.seconds, "low": self.time.low, "high": self.time.high}
 
@@ -223,12 +222,12 @@ class Plan:
             )
         return found
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Plain data: every number of the table."""
         return {
             "verdict": self.verdict,
-            "best": None if self.best is None else self.best.to_json(),
-            "choices": [choice.to_json() for choice in self.choices],
+            "best": None if self.best is None else self.best.as_dict(),
+            "choices": [choice.as_dict() for choice in self.choices],
             "baselines": self.baselines,
             "target_error": self.target_error,
             "criterion": self.criterion,

@@ -17,11 +17,11 @@ from typing import Any
 from ..mechanisms.base import Mechanism
 from ..mechanisms.taylor import Taylor
 from .candidates import Ladder, least_tokens
-from .judging import Judge, fewer_heads, seeds_tried, with_seed
-from .prediction import Curve
+from .curve import Curve
+from .judging import Judge
 from .recommendation import Choice
 
-__all__ = ["Study", "fewer_heads", "seeds_tried", "with_seed"]
+__all__ = ["Study"]
 
 ROWS_PER_HEAD = 12  # that the closed form looks at
 KEYS_PER_ROW = 128

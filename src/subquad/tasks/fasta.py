@@ -13,11 +13,10 @@ from torch import Tensor
 
 from .base import DataError
 
-__all__ = ["RESIDUES", "UNKNOWN", "FastaFile", "encode", "residues"]
+__all__ = ["RESIDUES", "FastaFile", "encode", "residues"]
 
 # The twenty amino acids, then the ambiguous and rare ones of the IUPAC alphabet; X stands for any.
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYBJOUXZ"
-UNKNOWN = RESIDUES.index("X")
 
 _CODES = torch.full((256,), -1, dtype=torch.int64)
 for _id, _letter in enumerate(RESIDUES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,9 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.models import TransformerDecoder, TransformerEncoder
+from ..nn.pooling import pool
 from .base import Batch, TaskModel, pad
 
-__all__ = ["IGNORED", "CausalModel", "Classifier", "MaskedModel", "collate_labelled", "mask_tokens", "token_metrics"]
+__all__ = [
+    "IGNORED",
+    "CausalModel",
+    "Classifier",
+    "MaskedModel",
+    "collate_labelled",
+    "mask_tokens",
+    "perplexity",
+    "token_metrics",
+]
 
 # Targets that do not count.
 IGNORED = -100
@@ -69,29 +80,28 @@ class Classifier(TaskModel):
     def forward(self, batch: Batch) -> Batch:
         """Sums of loss and right labels."""
         hidden = self.backbone(batch["tokens"], key_mask=batch["key_mask"])
-        real = batch["key_mask"].unsqueeze(-1)
-        mean = (hidden * real).sum(1) / real.sum(1)
+        mean = pool(hidden, batch["key_mask"], "mean")
         return _token_sums(self.head(mean).unsqueeze(0), batch["label"].unsqueeze(0), training=self.training)
 
 
-def mask_tokens(
-    tokens: Tensor, rate: float, mask_id: int, replacements: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """BERT's masking of tokens (L,): (what the model sees, targets that are IGNORED elsewhere); at least one place.
+def mask_tokens(tokens: Tensor, mask_id: int, replacements: int, generator: torch.Generator) -> Batch:
+    """BERT's masking of tokens (L,), as an example: tokens as the model sees them, targets that are IGNORED elsewhere.
 
-    Of the chosen places 80 % become `mask_id`, 10 % a random id below `replacements`, 10 % stay (Devlin et al., 2019).
+    15 % of the places are chosen, at least one; of these 80 % become `mask_id`, 10 % a random id below `replacements`,
+    10 % stay (Devlin et al., 2019).
 
-    >>> seen, targets = mask_tokens(torch.arange(8), 0.5, 99, 8, torch.Generator().manual_seed(0))
-    >>> bool(((targets == torch.arange(8)) | (targets == IGNORED)).all()), bool((seen == 99).any())
+    >>> example = mask_tokens(torch.arange(8), 99, 8, torch.Generator().manual_seed(0))
+    >>> kept = example["targets"] == IGNORED
+    >>> torch.equal(example["tokens"][kept], torch.arange(8)[kept]), bool(example["weight"] == (~kept).sum())
     (True, True)
     """
-    chosen = torch.rand(tokens.shape, generator=generator) < rate
+    chosen = torch.rand(tokens.shape, generator=generator) < 0.15
     chosen[torch.randint(len(tokens), (), generator=generator)] = True
     fate = torch.rand(tokens.shape, generator=generator)
     random = torch.randint(replacements, tokens.shape, generator=generator)
     seen = torch.where(chosen & (fate < 0.8), mask_id, tokens)
     seen = torch.where(chosen & (fate >= 0.9), random, seen)
-    return seen, torch.where(chosen, tokens, IGNORED)
+    return {"tokens": seen, "targets": torch.where(chosen, tokens, IGNORED), "weight": chosen.sum().float()}
 
 
 def token_metrics(totals: Mapping[str, float]) -> dict[str, float]:
@@ -101,6 +111,15 @@ def token_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     {'loss': 1.5, 'accuracy': 0.5}
     """
     return {"loss": totals["loss"] / totals["weight"], "accuracy": totals["right"] / totals["weight"]}
+
+
+def perplexity(loss: float) -> float:
+    """exp of the mean loss in nats; finite, however large the loss is that a run has lost control of.
+
+    >>> perplexity(0.0), perplexity(1e6) < float("inf")
+    (1.0, True)
+    """
+    return math.exp(min(loss, 700.0))
 
 
 def collate_labelled(items: Sequence[Batch]) -> Batch:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import checks
+from ..plain_text import first_line
 from .base import DataError, split_of
 
 __all__ = ["HubName", "Rows", "choose_column", "is_hub", "open_rows", "open_splits", "undecoded"]
@@ -102,7 +103,7 @@ def _load(hub: HubName, *, streaming: bool) -> Any:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         # Whatever is wrong (no network, no such name, a truncated file), datasets says it; what to do about it follows.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         local = path.exists()
         advice = (
             "expected a folder written by save_to_disk, or one of parquet, JSON lines, CSV, arrow or text files"

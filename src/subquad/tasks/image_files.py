@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..files import replacing
 from .base import DataError, split_of
 from .hub import HubName, choose_column, is_hub, open_rows
 
@@ -214,6 +215,5 @@ def write_grid(path: Path, images: Tensor, columns: int, scale: int = 2) -> None
         sheet[top : top + height, left : left + width] = image
     array: Any = sheet.squeeze(-1).numpy()
     picture = Image.fromarray(array).resize((sheet.shape[1] * scale, sheet.shape[0] * scale), Image.Resampling.NEAREST)
-    draft = path.with_name(f".{path.name}")
-    picture.save(draft, format="PNG")
-    draft.replace(path)
+    with replacing(path) as draft:
+        picture.save(draft, format="PNG")

@@ -7,7 +7,6 @@ a column of sequences; `length` may be 8192 and more.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from torch import Tensor
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad, split_of
 from .fasta import RESIDUES, FastaFile, residues
-from .heads import IGNORED, CausalModel, MaskedModel, mask_tokens, token_metrics
+from .heads import IGNORED, CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Protein"]
@@ -26,7 +25,6 @@ __all__ = ["Protein"]
 AMINO_ACIDS = 20
 MASK = BEGIN = len(RESIDUES)  # never in one model: a causal one needs a beginning, a masked one a mask
 VOCAB = len(RESIDUES) + 1
-MASKED_SHARE = 0.15
 MOTIFS = 16
 MOTIF_LENGTH = 12
 
@@ -100,8 +98,7 @@ class _Crops:
         if self.causal:
             tokens = torch.cat([torch.tensor([BEGIN]), chain[:-1]])
             return {"tokens": tokens, "targets": chain, "weight": torch.tensor(float(len(chain)))}
-        tokens, targets = mask_tokens(chain, MASKED_SHARE, MASK, AMINO_ACIDS, generator)
-        return {"tokens": tokens, "targets": targets, "weight": (targets >= 0).sum().float()}
+        return mask_tokens(chain, MASK, AMINO_ACIDS, generator)
 
 
 @dataclass(frozen=True)
@@ -153,4 +150,4 @@ class Protein(Task):
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Perplexity (20 = a uniform guess among the amino acids) and accuracy per residue that counts."""
         figures = token_metrics(totals)
-        return {**figures, "perplexity": math.exp(min(figures["loss"], 700.0))}
+        return {**figures, "perplexity": perplexity(figures["loss"])}

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..files import replacing
 from ..nn.generation import generate
 from .base import Batch, DataError, Examples, Task, TaskModel
-from .heads import CausalModel, MaskedModel, mask_tokens, token_metrics
+from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics
 from .hub import HubName, is_hub
 from .token_file import TokenFile
 from .token_stream import TokenStream
@@ -27,7 +28,6 @@ from .token_stream import TokenStream
 __all__ = ["Text"]
 
 BUILT_IN = Path(__file__).with_name("coriolanus.txt")
-MASKED_SHARE = 0.15
 _PURPOSE = {"train": "training", "valid": "validation"}
 
 
@@ -35,8 +35,7 @@ def _example(window: Tensor, vocab: int, masked: bool, generator: torch.Generato
     """window (length + 1,) -> tokens (length,) and targets (length,): the next token, or those that were masked."""
     if not masked:
         return {"tokens": window[:-1], "targets": window[1:], "weight": torch.tensor(float(len(window) - 1))}
-    tokens, targets = mask_tokens(window[:-1], MASKED_SHARE, vocab, vocab, generator)
-    return {"tokens": tokens, "targets": targets, "weight": (targets >= 0).sum().float()}
+    return mask_tokens(window[:-1], vocab, vocab, generator)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Text(Task):
         """Bits per byte (per token of .npy files), perplexity per byte, and accuracy."""
         figures = token_metrics(totals)
         bits = figures["loss"] / math.log(2)
-        return {**figures, "bits_per_byte": bits, "perplexity": math.exp(min(figures["loss"], 700.0))}
+        return {**figures, "bits_per_byte": bits, "perplexity": perplexity(figures["loss"])}
 
     def finish(self, model: Any, folder: Path, seed: int) -> dict[str, Any]:
         """A causal byte model writes a sample of 256 bytes, where its mechanism can be run token by token."""
@@ -150,5 +149,6 @@ class Text(Task):
         device = next(model.parameters()).device
         tokens = generate(model.backbone.cpu(), prompt, 256, temperature=0.8, generator=generator)[0]
         model.backbone.to(device)
-        (folder / "sample.txt").write_bytes(bytes([*prompt[0].tolist(), *tokens.tolist()]))
+        with replacing(folder / "sample.txt") as draft:
+            draft.write_bytes(bytes([*prompt[0].tolist(), *tokens.tolist()]))
         return {"sample": "sample.txt"}

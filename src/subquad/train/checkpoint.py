@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..lab.record import write_json
+from ..files import make_shared, replacing, write_json
 
 __all__ = ["CHECKPOINT_VERSION", "latest", "load", "prune", "save"]
 
@@ -31,9 +31,9 @@ CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-def _sync(path: Path) -> None:
-    """Make sure that a file or folder has reached the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _sync(folder: Path) -> None:
+    """Make sure that the names in a folder have reached the disk."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -66,12 +66,10 @@ def save(
         for name, tensors in (("model", weights), ("optimizer", moments)):
             # Copies: tied weights share memory, which the format refuses.
             whole = {key: x.detach().cpu().contiguous().clone() for key, x in tensors.items()}
-            save_file(whole, draft / f"{name}.safetensors")
-            _sync(draft / f"{name}.safetensors")
+            with replacing(draft / f"{name}.safetensors") as file:
+                save_file(whole, file)
         write_json(draft / "state.json", {"version": CHECKPOINT_VERSION, "step": step, **state})
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(draft, 0o777 & ~mask)  # mkdtemp makes it private
+        make_shared(draft)
         _sync(draft)
         os.rename(draft, target)
         _sync(folder)

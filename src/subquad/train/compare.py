@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..files import replacing, write_json
 from ..lab.measure import machine
-from ..lab.record import write_json
+from ..plain_text import columns
 from ..tasks.base import Task
 from .choices import label_of
 from .distributed import is_first_process
@@ -111,9 +112,8 @@ def draw_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
     figure.suptitle(f"{result['task']}: the same data, order and settings")
     paths = [folder / "curves.png", folder / "curves.svg"]
     for path in paths:
-        draft = path.with_name(f".{path.name}")
-        figure.savefig(draft, dpi=120, format=path.suffix[1:])
-        draft.replace(path)
+        with replacing(path) as draft:
+            figure.savefig(draft, dpi=120, format=path.suffix[1:])
     return paths
 
 
@@ -126,7 +126,4 @@ def comparison_table(result: Mapping[str, Any]) -> str:
         figures = [f"{run['metrics'][name]:.4f}" if name in run["metrics"] else "-" for name in names]
         state = "" if run["status"] == "finished" else run["status"]
         rows.append([label, *figures, str(run["parameters"]), f"{run['seconds']:.0f}", state])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(columns(rows))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -85,7 +84,7 @@ class _Parts(Sampler[list[Key]]):
                 yield keys[begin + part * self.share : begin + (part + 1) * self.share]
 
 
-def _loader(task: Task, dataset: Dataset[Batch], parts: Any, workers: int) -> DataLoader[Batch]:
+def _loader(task: Task, dataset: Dataset[Batch], parts: _Parts, workers: int) -> DataLoader[Batch]:
     return DataLoader(
         dataset,
         batch_sampler=parts,

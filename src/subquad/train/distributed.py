@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..plain_text import first_line
 from ..tasks.base import Batch
 
 __all__ = ["LostProcess", "Workers", "is_first_process", "lost_process"]
@@ -37,7 +38,7 @@ def lost_process(error: BaseException, workers: Workers, folder: Path) -> LostPr
     if workers.processes == 1 or not any(sign in text.lower() for sign in _SIGNS):
         return None
     return LostProcess(
-        f"process {workers.process} of {workers.processes} lost another one ({text.splitlines()[0]}); the run is "
+        f"process {workers.process} of {workers.processes} lost another one ({first_line(error)}); the run is "
         f"stopped. Its checkpoints are in {folder / 'checkpoints'}: start it again with --resume"
     )
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..features.seeded import mix
-from ..lab.record import write_json
+from ..files import write_json
 from ..nn.schedule import RedrawSchedule
 from ..tasks.base import Batch, Examples, SequentialExamples, TaskModel
 from .data import batches, validation_batches

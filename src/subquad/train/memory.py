@@ -7,12 +7,12 @@ goes forward, times the examples computed at a time; what an operator needs for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..lab.memory import available_memory
+from ..plain_text import first_line
 from ..tasks.base import Batch
 
 __all__ = ["MemoryEstimate", "estimate_memory", "free_memory", "is_out_of_memory", "out_of_memory", "refuse_batch"]
@@ -60,7 +60,7 @@ def estimate_memory(model: nn.Module, batch: Batch) -> MemoryEstimate:
         sums = model(batch)
     examples = len(batch["weight"])
     del sums
-    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return MemoryEstimate(4 * weights, sum(kept.values()) // examples)
 
 
@@ -96,9 +96,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def out_of_memory(estimate: MemoryEstimate | None, examples: int, device: torch.device, error: Any) -> ValueError:
+def out_of_memory(
+    estimate: MemoryEstimate | None, examples: int, device: torch.device, error: BaseException
+) -> ValueError:
     """The error to raise instead."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    first = first_line(error)
     if estimate is None:
         return ValueError(f"out of memory ({first}); lower --batch or raise --accumulate")
     return ValueError(_message(estimate, examples, free_memory(device), f"out of memory ({first})"))

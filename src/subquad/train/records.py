@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
+
+from ..files import write_text
 
 __all__ = ["Records", "read_records"]
 
@@ -30,9 +31,7 @@ class Records:
     def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [record for record in read_records(self.path) if record["step"] <= step]
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(draft, self.path)
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self.file = self.path.open("a", encoding="utf-8")
         self.board: Any = None
         if tensorboard:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..lab.record import write_json
+from ..files import write_json
 from ..nn.config import mechanism_data
 from ..tasks import get_task
 from ..tasks.base import Task, TaskModel

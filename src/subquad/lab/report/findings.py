@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.lab.measure import crossover
+from subquad.planning.crossover import faster_from
 
 from . import generation, speed
 from .figures import milliseconds
@@ -51,7 +51,7 @@ def findings(notebook: Notebook, settings: Settings) -> dict[str, Any]:
         for name in settings.names[1:]:
             mine = speed.points(notebook, name, kind, causal)
             if set(mine) & set(softmax):
-                rows[name] = crossover(mine, softmax)
+                rows[name] = faster_from(mine, softmax)
                 longest = max(set(mine) & set(softmax))
                 gains.setdefault(words, {})[name] = {"length": longest, "gain": softmax[longest] / mine[longest]}
         crossovers[words] = rows

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 import subquad
 from subquad.lab.making import made
 from subquad.lab.measure import interleave
-from subquad.lab.plain_text import first_line
 from subquad.mechanisms import Kernelised
+from subquad.plain_text import first_line
 
 from .notebook import Notebook
-from .running import Clock, Job
+from .running import Clock, Job, too_long
 from .settings import Settings
 
 __all__ = ["jobs", "points"]
@@ -28,7 +28,7 @@ STEPS = 8  # tokens per timed run: one alone is near the resolution of what dist
 
 def _bytes(state: Any) -> int:
     leaves, _ = pytree.tree_flatten(state)
-    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+    return sum(x.nbytes for x in leaves if isinstance(x, Tensor))
 
 
 def _prefill(notebook: Notebook, name: str, context: int) -> float:
@@ -48,7 +48,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
     for name in names:
         expected = _prefill(notebook, name, context)
         if expected > max(0.25 * clock.left, 0.2):
-            results[name] = {"status": "skipped", "reason": f"reading the context would take about {expected:.0f} s"}
+            results[name] = {"status": "skipped", "reason": f"reading the context {too_long(expected)}"}
             continue
         start = time.perf_counter()
         try:
@@ -94,7 +94,7 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
                 return _measure(settings, notebook, context, names, clock)
 
         memory = 4 * context * settings.heads * (10 * settings.head_dim + 1024)
-        found.append(Job(f"context {context}", asked, run, memory))
+        found.append(Job(f"context {context}", asked, run, memory, first=context == settings.contexts[0]))
     return found
 
 

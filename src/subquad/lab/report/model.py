@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.lab.plain_text import first_line
 from subquad.mechanisms import MECHANISMS, create
+from subquad.plain_text import first_line
 from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF
 from subquad.planning.choice import plan
 from subquad.planning.measuring import Piece
@@ -93,10 +93,10 @@ class Captured:
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel
     from transformers.utils import logging
 
-    import subquad.hf  # noqa: F401 - registers our own model classes
+    from subquad.hf.tokenization import saved_tokenizer  # its room also registers our own model classes
 
     logging.disable_progress_bar()  # there is a bar already
     if not (folder / "config.json").is_file():
@@ -109,9 +109,11 @@ def _load(folder: Path) -> tuple[Any, Any]:
     except Exception as error:  # transformers raises many kinds; all of them mean that the folder cannot be used
         raise ValueError(f"--model {folder}: the model cannot be loaded: {first_line(error)}") from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = saved_tokenizer(folder)
     except Exception as error:
         raise ValueError(f"--model {folder}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    if tokenizer is None:
+        raise ValueError(f"--model {folder}: there is no tokenizer; save one there with tokenizer.save_pretrained")
     return model, tokenizer
 
 
@@ -183,7 +185,7 @@ def _study(layer: Layer, settings: Settings) -> dict[str, Any]:
         layer.q, layer.k, layer.v, target_error=TARGET, length=max(settings.lengths), is_causal=layer.is_causal,
         scale=layer.scale, mechanisms=names, seed=settings.seed,
     )  # fmt: skip
-    return {"name": layer.name, "errors": errors, "plan": chosen.to_json()}
+    return {"name": layer.name, "errors": errors, "plan": chosen.as_dict()}
 
 
 def jobs(settings: Settings, notebook: Notebook, seen: Captured | None) -> list[Job]:

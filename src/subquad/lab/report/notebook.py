@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from subquad.lab.record import write_json
+from subquad.files import write_json
 
 __all__ = ["FORMAT", "Notebook"]
 
@@ -93,6 +93,14 @@ class Notebook:
     def skip(self, section: str, label: str, reason: str) -> None:
         """Remember what was not measured; the page says so."""
         self.skipped[f"{section}: {label}"] = {"section": section, "cell": label, "reason": reason}
+
+    @property
+    def reasons(self) -> dict[str, dict[str, list[str]]]:
+        """What was skipped: the cells of each section by the reason, which is said once for all of them."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for item in self.skipped.values():
+            found.setdefault(item["reason"], {}).setdefault(item["section"], []).append(item["cell"])
+        return found
 
     def _put(self, section: str, label: str, asked: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         cell = {"section": section, "label": label, "asked": dict(asked), **rest}

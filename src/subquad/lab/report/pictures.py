@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from subquad.files import replacing
+
 from .figure import Figure, Line
 from .style import style_of
 
@@ -95,6 +97,7 @@ def draw_pictures(figures: Sequence[Figure], folder: Path) -> list[str]:
             canvas.set_layout_engine("none")  # laid out once, not once per file
             for kind in ("png", "svg"):
                 name = f"{figure.id}.{kind}"
-                canvas.savefig(folder / name, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+                with replacing(folder / name) as draft:
+                    canvas.savefig(draft, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
                 written.append(name)
     return written

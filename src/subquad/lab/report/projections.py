@@ -70,7 +70,7 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
                     return _measure(settings, length, dim, clock)
 
             memory = 4 * length * (8 * settings.projection_features + 6 * dim)
-            found.append(Job(f"d={dim}, L={length}", asked, run, memory))
+            found.append(Job(f"d={dim}, L={length}", asked, run, memory, first=length == settings.lengths[0]))
     return found
 
 

@@ -16,11 +16,12 @@ import torch
 from subquad.lab.making import INPUT_STD, made
 from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
+from subquad.planning.baselines import uniform_attention
 from subquad.planning.candidates import PLANNABLE, ladders, least_tokens
 from subquad.planning.cost import CostModel
+from subquad.planning.judging import with_seed
 from subquad.planning.measuring import Piece
 from subquad.planning.prediction import calibrated
-from subquad.planning.study import with_seed
 
 from .inputs import KINDS, sample
 from .notebook import Notebook
@@ -101,7 +102,7 @@ def _errors(settings: Settings, kind: str, clock: Clock) -> dict[str, Any]:
     form: dict[str, Any] = {"is_causal": False, "scale": None, "key_mask": None, "seed": settings.seed}
     piece = Piece(q, k, None, tokens=tokens, **form)
     half = Piece(q, k, None, tokens=tokens // 2, **form)
-    mean = piece.v.mean(-2, keepdim=True) - piece.exact
+    mean = uniform_attention(piece.q, piece.k, piece.v) - piece.exact
     found: dict[str, Any] = {}
     for name, options in candidates(settings):
         if tokens < least_tokens(name, options):
@@ -138,7 +139,8 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
                 return _errors(settings, kind, clock)
 
         asked = {"kind": kind, "tokens": settings.recommend_tokens, **base}
-        found.append(Job(f"errors, {words}", asked, study, attention_bytes(settings, settings.recommend_tokens)))
+        memory = attention_bytes(settings, settings.recommend_tokens)
+        found.append(Job(f"errors, {words}", asked, study, memory, first=kind == next(iter(KINDS))))
     return found
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from subquad.lab.memory import available_memory
-from subquad.lab.plain_text import first_line
+from subquad.plain_text import first_line
 
 from .notebook import Notebook
 
-__all__ = ["Clock", "Job", "Section", "measure"]
+__all__ = ["Clock", "Job", "Section", "measure", "too_long"]
 
 # Estimates are rough, and a machine that swaps measures nothing.
 MEMORY_SHARE = 0.6
@@ -56,6 +56,15 @@ class Section:
     jobs: Sequence[Job]
 
 
+def too_long(seconds: float) -> str:
+    """Why something that is expected to take `seconds` is left out.
+
+    >>> too_long(0.06), too_long(25.4)
+    ('would take about 0.06 s, more than the time left', 'would take about 25 s, more than the time left')
+    """
+    return f"would take about {seconds:.{0 if seconds >= 10 else 2}f} s, more than the time left"
+
+
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
@@ -89,6 +98,7 @@ def measure(
         for section in sections:
             deadline += seconds * section.share / whole
             clock = Clock(deadline)
+            skipped: dict[str, list[str]] = {}
             for job in section.jobs:
                 done += 1
                 line = f"{section.name}: {job.label}"
@@ -101,11 +111,15 @@ def measure(
                         line += f" ({time.perf_counter() - start:.1f} s)"
                     else:
                         notebook.skip(section.name, job.label, reason)
-                        line += f": skipped, {reason}"
+                        skipped.setdefault(reason, []).append(job.label)
+                        continue
                 else:
                     line += ": kept"
                 if on_step:
                     on_step(line, done, total)
+            if on_step:  # a reason is said once, however many cells it holds for
+                for reason, labels in skipped.items():
+                    on_step(f"{section.name}: skipped, {reason}: {'; '.join(labels)}", done, total)
     except KeyboardInterrupt:
         for section in sections:
             for job in section.jobs:

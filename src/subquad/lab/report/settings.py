@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import subquad
@@ -13,6 +14,13 @@ from subquad import checks
 __all__ = ["NO_ATTENTION", "Settings", "quick"]
 
 NO_ATTENTION = "no attention"
+
+# Parts of the time by section, from what each takes on two quiet cores. The quick ones are no fraction of the others:
+# some measurements (the matrix product, the published setting, a process per mechanism) cost the same in both.
+SHARES = {"machine": 1.0, "speed": 76.0, "error": 32.0, "published": 2.0, "projections": 13.0, "generation": 6.0,
+          "spectrum": 3.0, "recommendation": 11.0, "memory": 16.0}  # fmt: skip
+QUICK_SHARES = {"machine": 1.4, "speed": 12.5, "error": 6.5, "published": 2.2, "projections": 2.6, "generation": 2.0,
+                "spectrum": 0.8, "recommendation": 9.0, "memory": 5.0}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Settings:
     runs:             interleaved rounds per timing
     error_*:          of the curves of error against number of features
     recommend_steps:  numbers of random features that a recommendation chooses from
+    shares:           parts of the time by section
     """
 
     seconds: float = 154.0
@@ -48,6 +57,7 @@ class Settings:
     recommend_tokens: int = 2048
     budgets: tuple[float, ...] = (0.01, 0.05, 0.2)
     seed: int = 0
+    shares: Mapping[str, float] = field(default_factory=lambda: dict(SHARES))
 
     def __post_init__(self) -> None:
         for name in ("lengths", "memory_lengths", "contexts", "error_features", "spectrum_lengths"):
@@ -98,4 +108,5 @@ def quick(settings: Settings) -> Settings:
         spectrum_lengths=(128, 512),
         recommend_steps=(64, 256),
         recommend_tokens=1024,
+        shares=dict(QUICK_SHARES),
     )

@@ -53,7 +53,8 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
             def run(clock: Clock, kind: str = kind, length: int = length) -> Mapping[str, Any]:
                 return _measure(settings, kind, length)
 
-            found.append(Job(f"{words}, L={length}", asked, run, 8 * 6 * length**2))
+            shortest = length == settings.spectrum_lengths[0]
+            found.append(Job(f"{words}, L={length}", asked, run, 8 * 6 * length**2, first=shortest))
     return found
 
 

@@ -16,11 +16,12 @@ from torch import Tensor
 import subquad
 from subquad.lab.making import INPUT_STD, made
 from subquad.lab.measure import interleave
-from subquad.lab.plain_text import first_line
 from subquad.mechanisms import Kernelised
+from subquad.plain_text import first_line
+from subquad.planning.cost import QUADRATIC
 
 from .notebook import Notebook
-from .running import Clock, Job
+from .running import Clock, Job, too_long
 from .settings import NO_ATTENTION, Settings
 
 __all__ = ["attention_bytes", "jobs", "operations", "points"]
@@ -28,7 +29,6 @@ __all__ = ["attention_bytes", "jobs", "operations", "points"]
 NAME = "speed"
 FORMS = (("forward", False), ("forward", True), ("training", False), ("training", True))
 SLOW = 0.5  # seconds: what takes longer runs once
-QUADRATIC = ("softmax", "sparse")
 
 
 def attention_bytes(settings: Settings, length: int, training: bool = False) -> int:
@@ -83,7 +83,7 @@ def _measure(settings: Settings, notebook: Notebook, asked: Mapping[str, Any], c
         if expected is not None and expected > max(0.5 * clock.left, 0.05):
             results[name] = {
                 "status": "skipped",
-                "reason": f"would take about {expected:.0f} s, more than the time left",
+                "reason": too_long(expected),
             }
             continue
         try:

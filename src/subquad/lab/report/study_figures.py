@@ -130,7 +130,7 @@ def projection_figure(notebook: Notebook, settings: Settings) -> Figure:
     )  # fmt: skip
 
 
-def spectrum_figures(notebook: Notebook, settings: Settings) -> list[Figure]:
+def spectrum_figures(notebook: Notebook) -> list[Figure]:
     """Cumulated spectrum, and the rank that is needed against length."""
     curves, ranks = [], []
     lengths = sorted({asked["length"] for asked, _ in notebook.of(spectrum.NAME)}, reverse=True)

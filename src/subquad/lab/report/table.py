@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from subquad.lab.plain_text import aligned
+from subquad.plain_text import aligned
 
 from . import memory, speed
 from .figures import milliseconds
@@ -60,9 +61,12 @@ def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]
                 else f"{cell['label']} ({cell['gain']:.1f}x)" for cell in cells)])  # fmt: skip
         blocks.append("\n".join([f"What to use, {KINDS[kind]}:", *aligned(lines)]))
     if notebook.skipped:
-        some = list(notebook.skipped.values())
-        lines2 = [f"  {item['section']}: {item['cell']}: {item['reason']}" for item in some[:12]]
-        more = f"\n  and {len(some) - 12} more, in the JSON file" if len(some) > 12 else ""
-        blocks.append(f"Not measured ({len(some)}):\n" + "\n".join(lines2) + more)
+        said = [f"Not measured ({len(notebook.skipped)}):"]
+        for reason, by_section in notebook.reasons.items():
+            said.append(f"  {reason}:")
+            for section, names in by_section.items():
+                said += textwrap.wrap(f"{section}: {'; '.join(names)}", 100, initial_indent=" " * 4,
+                                      subsequent_indent=" " * 6)  # fmt: skip
+        blocks.append("\n".join(said))
     blocks += [f"FAILED {cell['section']}: {cell['label']}: {cell['reason']}" for cell in notebook.failures]
     return "\n\n".join(blocks)

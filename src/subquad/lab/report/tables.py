@@ -141,13 +141,13 @@ def missing(notebook: Notebook) -> str:
         title = f"{len(skipped)} measurements were skipped"
     if failed:
         title += f", {len(failed)} failed"
-    groups: dict[tuple[str, str], list[str]] = {}
-    for item in skipped:
-        groups.setdefault((item["section"], item["reason"]), []).append(item["cell"])
-    lines = [
-        f"<li><b>{html.escape(section)}</b>: {html.escape('; '.join(cells))}. {html.escape(reason)}.</li>"
-        for (section, reason), cells in groups.items()
-    ]
+    lines = []
+    for reason, by_section in notebook.reasons.items():
+        cells = "".join(
+            f"<li><b>{html.escape(section)}</b>: {html.escape('; '.join(names))}</li>"
+            for section, names in by_section.items()
+        )
+        lines.append(f"<li>{html.escape(reason)}:<ul>{cells}</ul></li>")
     lines += [f"<li><b>{c['section']}</b>: {html.escape(c['label'])}: {html.escape(c['reason'])}</li>" for c in failed]
     return (
         f'<div class="warning" id="missing"><b>{title}.</b> Run the same command with <code>--resume</code> to add '

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from subquad.lab.record import write_text
+from subquad.files import check_writable, write_text
 
 from . import error, generation, machine, memory, model, projections, published, recommendation, spectrum, speed
 from .figure import Figure
@@ -25,14 +24,11 @@ from .table import terminal_table
 
 __all__ = ["Outcome", "all_figures", "report", "sections"]
 
-# Shares of the time, from what they take on two quiet cores. Memory comes last: its longest length can be missed most
-# easily, since it grows in a straight line.
-_SECTIONS: tuple[tuple[Any, float], ...] = (
-    (machine, 1), (speed, 76), (error, 32), (published, 2), (projections, 13), (generation, 6), (spectrum, 3),
-    (recommendation, 11), (memory, 16),
+# Memory comes last: its longest length can be missed most easily, since it grows in a straight line.
+_SECTIONS: tuple[Any, ...] = (
+    machine, speed, error, published, projections, generation, spectrum, recommendation, memory
 )  # fmt: skip
-_WHOLE = sum(share for _, share in _SECTIONS)
-_MODEL_SHARE = 60.0  # on top of the others, in a longer report
+_MODEL_SHARE = 0.375  # of all the others together, on top of them, in a longer report
 
 
 @dataclass(frozen=True)
@@ -53,9 +49,10 @@ class Outcome:
 
 def sections(settings: Settings, notebook: Notebook, seen: model.Captured | None = None) -> list[Section]:
     """Everything there is to measure, the user's model first: it is what they asked about."""
-    found = [Section(each.NAME, share, each.jobs(settings, notebook)) for each, share in _SECTIONS]
+    found = [Section(each.NAME, settings.shares[each.NAME], each.jobs(settings, notebook)) for each in _SECTIONS]
     if seen is not None:
-        found.insert(1, Section(model.NAME, _MODEL_SHARE, model.jobs(settings, notebook, seen)))
+        share = _MODEL_SHARE * sum(settings.shares.values())
+        found.insert(1, Section(model.NAME, share, model.jobs(settings, notebook, seen)))
     return found
 
 
@@ -71,21 +68,8 @@ def all_figures(notebook: Notebook, settings: Settings) -> list[Figure]:
         published_figure(notebook, settings),
         projection_figure(notebook, settings),
         *generation_figures(notebook, settings),
-        *spectrum_figures(notebook, settings),
+        *spectrum_figures(notebook),
     ]
-
-
-def _writable(folder: Path) -> None:
-    """Find out before three minutes of measuring that nothing can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".subquad-"):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"--out {folder}: nothing can be written there ({error.strerror or error}); name a folder that you may "
-            "write to"
-        ) from error
 
 
 def report(
@@ -106,10 +90,10 @@ def report(
     """
     settings = settings or Settings()
     folder = Path(out)
-    _writable(folder)
+    check_writable("--out", folder, folder=True)
     path, where = folder / "report.json", machine.describe()
     notebook = (Notebook.resume if resume else Notebook)(path, where, settings.as_dict())
-    seconds = settings.seconds * (1.0 if seen is None else 1.0 + _MODEL_SHARE / _WHOLE)
+    seconds = settings.seconds * (1.0 if seen is None else 1.0 + _MODEL_SHARE)
     done = measure(sections(settings, notebook, seen), notebook, seconds, on_step)
     notebook.complete = done and not notebook.skipped
     found = findings(notebook, settings)

@@ -1,0 +1,108 @@
+"""Writing files: at any moment the old one or the new one is there, never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["check_writable", "make_shared", "replacing", "write_json", "write_text"]
+
+
+def check_writable(argument: str, path: str | os.PathLike[str], *, folder: bool = False) -> None:
+    """Refuse a target that cannot be written before minutes are spent on what it is to hold. Nothing is made.
+
+    >>> check_writable("--json", ".")
+    Traceback (most recent call last):
+    ...
+    ValueError: --json . is a folder; a file is expected, new or existing
+    """
+    target = Path(path)
+    if target.exists() and target.is_dir() != folder:
+        found, expected = ("a file", "a folder") if folder else ("a folder", "a file")
+        raise ValueError(f"{argument} {target} is {found}; {expected} is expected, new or existing")
+    place = target if folder else target.parent
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".subquad-"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{argument} {target}: nothing can be written there ({error.strerror or error}); name a place that you may "
+            "write to"
+        ) from error
+
+
+def make_shared(path: Path) -> None:
+    """Give what `tempfile` made, which is private, the permissions of any other new file or folder."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The path of an empty draft in the same folder, which takes the name `path` at the end of the block.
+
+    A reader, or whoever comes after a crash or Ctrl-C, sees the old file or the new one: the draft reaches the disk
+    before it takes the name, and after an exception it is removed. Missing folders are made.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     target = Path(folder) / "kept" / "a.bin"
+    ...     with replacing(target) as draft:
+    ...         _ = draft.write_bytes(b"whole")
+    ...         there = target.exists()
+    ...     print(there, target.read_bytes())
+    False b'whole'
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    os.close(handle)
+    draft = Path(name)
+    try:
+        yield draft
+        with draft.open("rb+") as file:
+            os.fsync(file.fileno())
+        make_shared(draft)
+        draft.replace(target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` to `path` in one step; see `replacing`."""
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
+    """Write `data` to `path` as JSON in one step, NaN and infinities as null; see `replacing`.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_json(Path(folder) / "a.json", {"best_ms": 1.5, "error": float("nan")})
+    ...     print((Path(folder) / "a.json").read_text().strip())
+    {
+      "best_ms": 1.5,
+      "error": null
+    }
+    """
+    write_text(path, json.dumps(_plain(data), indent=2, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinities become null: they are not JSON, and other languages refuse a file that holds them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,25 @@
+"""One vector per sequence, from those of its real tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["pool"]
+
+
+def pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """hidden (B, L, dim) -> (B, dim): the mean of the real tokens, the first or the last of them.
+
+    >>> hidden, mask = torch.tensor([[[9.0], [1.0], [3.0]]]), torch.tensor([[False, True, True]])
+    >>> [pool(hidden, mask, how).item() for how in ("mean", "first", "last")]
+    [2.0, 1.0, 3.0]
+    """
+    if mask is None:
+        return {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[how]
+    if how == "mean":
+        weight = mask.to(hidden.dtype).unsqueeze(-1)
+        return (hidden.masked_fill(~mask.unsqueeze(-1), 0.0)).sum(1) / weight.sum(1).clamp(min=1)
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    index = (places * mask).amax(-1) if how == "last" else mask.to(torch.uint8).argmax(-1)
+    return hidden.gather(1, index[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)

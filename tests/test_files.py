@@ -1,0 +1,33 @@
+"""Files that are written in one step: whole, readable like any other, and nothing left over when writing fails."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from subquad.files import replacing, write_json, write_text
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "kept.txt"
+    write_text(path, "old")
+
+    def half(how: type[BaseException]) -> None:
+        with replacing(path) as draft:
+            draft.write_text("ne", encoding="utf-8")
+            raise how
+
+    for how in (OSError, KeyboardInterrupt):
+        with pytest.raises(how):
+            half(how)
+        assert path.read_text(encoding="utf-8") == "old"
+        assert [file.name for file in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_the_file_has_the_permissions_of_any_new_one_and_its_folders_are_made(tmp_path: Path) -> None:
+    ordinary, path = tmp_path / "ordinary", tmp_path / "new" / "folder" / "a.json"
+    ordinary.touch()
+    write_json(path, {"value": math.inf, "nested": [{"value": math.nan}], "kept": 1})
+    assert path.stat().st_mode == ordinary.stat().st_mode
+    assert json.loads(path.read_text(encoding="utf-8")) == {"value": None, "nested": [{"value": None}], "kept": 1}
