@@ -144,6 +144,19 @@ print(len(before))
     assert int(done.stdout) >= 1
 
 
+def test_the_first_training_step_compiles_nothing() -> None:
+    script = """
+import sys, torch, subquad as sq
+for name in ("performer", "hybrid"):
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 2, 200, 16))
+    sq.create(name, 16, heads=2)(q, k, v, is_causal=True, backend="native").sum().backward()
+    assert q.grad.isfinite().all()
+print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_compiles_into_one_graph(causal: bool) -> None:
     phi = make_map("hyperbolic", 16, 32, heads=2)

@@ -37,6 +37,14 @@ def test_cost_uncertainty_grows_with_noise_and_distance():
     assert noisy.at(1024).seconds == 0.009
 
 
+@pytest.mark.parametrize("form", ["linear", "quadratic", "power"])
+def test_short_inputs_take_no_less_than_their_overhead(form):
+    model = CostModel(form, {256: (0.001, 0.0011), 1024: (0.002, 0.0022), 4096: (0.03, 0.033)})
+    found = model.at(1)
+    assert found.seconds == 0.001
+    assert 0.0 < found.low < found.seconds < found.high < 0.0012
+
+
 def test_no_negative_coefficients():
     """Times that fall with length (noise) must not extrapolate below zero."""
     model = CostModel("linear", {256: (0.010,), 512: (0.009,), 1024: (0.008,)})

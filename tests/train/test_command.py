@@ -76,6 +76,17 @@ def test_wrong_arguments_exit_2_without_a_traceback(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "copy", "--out", str(tmp_path / "file" / "run")])
+    assert ended.value.code == 2
+    assert "--out" in (said := capsys.readouterr().err) and "nothing can be written there" in said
+
+
 def test_comparison_trains_each_on_the_same_data_and_draws_curves(tmp_path: Path) -> None:
     mechanisms: list[Any] = ["softmax", "linear", {"mechanism": "performer", "num_features": 8}]
     result = compare(tiny(), mechanisms, tmp_path, running=QUICK)

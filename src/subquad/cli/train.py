@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from subquad.cli.terminal import progress, user_errors
+from subquad.files import check_writable
 
 if TYPE_CHECKING:
     from subquad.train import Run, Running
@@ -98,6 +99,7 @@ def train(
         )  # fmt: skip
         label = "compare" if compare else label_of(choice)
         folder = out if out is not None else Path("runs") / f"{task}-{label}"
+        check_writable("--out", folder, folder=True)
         try:
             if compare is not None:
                 status = _compare(run, [parse_mechanism(one) for one in compare.split(",")], folder, resume, running)

@@ -253,11 +253,12 @@ def _run(
     mask = NO_MASK if key_mask is None else key_mask
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *past[:2]))
     arguments = (q, k, v, mask, past, *form[:5], causal, normalise)
-    if torch._C._are_functorch_transforms_active():
-        return _rounded(functional_attention(*arguments), v.dtype)
     traced = any(type(x) is not Tensor and type(x) is not torch.nn.Parameter for x in (q, k, v, *past))
-    if wanted or traced or torch.compiler.is_compiling():
+    transformed = torch._C._are_functorch_transforms_active()
+    if not transformed and (traced or torch.compiler.is_compiling()):
         return _rounded(attention(*arguments, keep=wanted), v.dtype)
+    if transformed or wanted:
+        return _rounded(functional_attention(*arguments, maps=form.maps), v.dtype)
     if causal and q.shape[2] == 1 and k.shape[2] == 1:
         return call_step(q, k, v, mask, past, *form[:5], normalise, form.maps)
     return call_forward(*arguments, keep=False, maps=form.maps)

@@ -19,7 +19,7 @@ from . import native_library as library
 from .native_library import DTYPES, SEGMENT, Hybrid
 from .native_operators import TENSOR, check_status, make_problem
 
-__all__ = ["NOWHERE", "Results", "call_hybrid", "hybrid", "hybrid_backward"]
+__all__ = ["NOWHERE", "Results", "call_hybrid", "call_hybrid_backward", "hybrid", "hybrid_backward"]
 
 # The place of a sink that is not there; its negative is that of one which left the window long ago.
 NOWHERE = 1 << 40
@@ -222,13 +222,20 @@ def hybrid_backward(
 
     Returns [dq, dk, dv, dsink_k, dsink_v, dfar_q, dfar_k, dS_in, dz_in, dgain (B, Hq)], empty where there is no input.
     """
+    return call_hybrid_backward(
+        *(grads, saved, sinks, far, state, masks, gain, arrays, square, function, antithetic, epsilon),
+        *(scale, window, past, causal, tail),
+    )
+
+
+def call_hybrid_backward(grads: list[Tensor], saved: list[Tensor], *arguments: Any) -> list[Tensor]:
+    """The backward itself, without torch's dispatcher around it; the arguments are those of `hybrid_backward`."""
+    sinks, far, state, masks, gain, *options = arguments
+    tail = options[-1]
     q, k, v, out, _, _, _, stats, kept = saved
     state, masks, grads = ([x.contiguous() for x in some] for some in (state, masks, grads))
     gain, stats, kept = gain.contiguous(), stats.contiguous(), kept.contiguous()
-    call = _make(
-        *(q, k, v, sinks, far, state, masks, gain, arrays, square, function, antithetic, epsilon),
-        *(scale, window, past, causal, tail),
-    )
+    call = _make(q, k, v, sinks, far, state, masks, gain, *options)
     results = _gradients(saved, sinks, far, state, gain, sums=True)
     dq, dk, dv, dsink_k, dsink_v, dfar_q, dfar_k, ds_in, dz_in, dgain = results
     for name, tensor in (("out", out), ("dout", grads[0]), ("dv", dv)):

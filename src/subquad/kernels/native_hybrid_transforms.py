@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .native_hybrid import Results, hybrid, hybrid_backward
+from .checkpointing import tracing
+from .native_hybrid import Results, call_hybrid, call_hybrid_backward, hybrid, hybrid_backward
 from .native_transforms import narrow, refuse_mapped, widen_all
 
 __all__ = ["functional_hybrid"]
@@ -36,7 +37,8 @@ def _differentiate(saved: list[Tensor], sizes: tuple[int, ...], options: Any, gr
         torch.zeros_like(like) if grad is None else grad.contiguous()
         for grad, like in zip(grads, core[3:6], strict=True)
     ]
-    found = hybrid_backward(given, core, sinks, far, state, masks, gain, arrays, *options)
+    run: Any = hybrid_backward if tracing(given[0]) else call_hybrid_backward
+    found = run(given, core, sinks, far, state, masks, gain, arrays, *options)
     dq, dk, dv, dsink_k, dsink_v, dfar_q, dfar_k, ds, dz, dgain = found
     return (
         *(dq, dk, dv),
@@ -92,7 +94,8 @@ class _Functional(torch.autograd.Function):
         sizes: tuple[int, ...], options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *rest: Tensor
     ) -> Results:
         sinks, far, state, masks, (gain,), arrays = _split(list(rest), sizes)
-        result: Results = hybrid(q, k, v, sinks, far, state, masks, gain, arrays, *options, keep=True)
+        run: Any = hybrid if tracing(q) else call_hybrid
+        result: Results = run(q, k, v, sinks, far, state, masks, gain, arrays, *options, keep=True)
         return result
 
     @staticmethod
@@ -123,7 +126,7 @@ def functional_hybrid(
     arrays: list[Tensor],
     *options: Any,
 ) -> Results:
-    """`hybrid` for use inside torch.func transforms."""
+    """`hybrid` with gradients, eagerly or inside torch.func transforms."""
     lists = [sinks, far, state, masks, [gain], arrays]
     run: Any = _Functional.apply
     sizes = tuple(len(part) for part in lists)

@@ -27,6 +27,7 @@ __all__ = [
     "Attention",
     "attention",
     "attention_backward",
+    "call_backward",
     "call_forward",
     "check_status",
     "make_problem",
@@ -240,9 +241,16 @@ def attention_backward(
     normalise: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attention`: grads = [dout, dS, dz], saved = [q, k, v, key_mask, out, S, z, c, checkpoints]."""
+    return call_backward(grads, saved, state, arrays, square, function, antithetic, epsilon, causal, normalise)
+
+
+def call_backward(
+    grads: list[Tensor], saved: list[Tensor], state: list[Tensor], arrays: list[Tensor], *options: Any
+) -> Attention:
+    """The backward itself, without torch's dispatcher around it; `attention_backward` says what everything is."""
     q, k, v, key_mask, out, sums, totals, maxima, kept = saved
     dout, dsums, dtotals = grads
-    problem = make_problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, causal, normalise)
+    problem = make_problem(q, k, v, key_mask, arrays, *options)
     results = _gradients(saved, state)
     dq, dk, dv, ds_in, dz_in = results
     state, (sums, totals, maxima, kept, dsums, dtotals) = (

@@ -1,4 +1,7 @@
-"""The native operators under functorch: `torch.func.grad` through an autograd.Function, `vmap` by widening the batch.
+"""The native operators with gradients outside of a compiled graph, through an autograd.Function, and under functorch.
+
+Operators registered with torch are for tracers and transforms: the first call of one makes torch import its compiler
+(two seconds, some 800 modules), which a step of eager training does not need.
 
 A mapped axis becomes part of the batch axis: every (batch, head) is computed on its own anyway. The map's arrays are
 the same for all of them; mapping over those (ensembles of projections) has to go through the chunked backend.
@@ -7,13 +10,15 @@ the same for all of them; mapping over those (ensembles of projections) has to g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .native_operators import Attention, attention, attention_backward
+from .checkpointing import tracing
+from .native_operators import Attention, attention, attention_backward, call_backward, call_forward
 
 __all__ = ["functional_attention", "narrow", "refuse_mapped", "widen_all"]
 
@@ -73,14 +78,23 @@ class _Functional(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        past: int, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Tensor
+        past: int,
+        options: tuple[Any, ...],
+        maps: bytes | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        *rest: Tensor,
     ) -> Attention:
-        result: Attention = attention(q, k, v, mask, list(rest[:past]), list(rest[past:]), *options, keep=True)
+        arguments = (q, k, v, mask, list(rest[:past]), list(rest[past:]), *options)
+        run: Any = attention if tracing(q) else partial(call_forward, maps=maps)
+        result: Attention = run(*arguments, keep=True)
         return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Attention) -> None:
-        past, options, q, k, v, mask, *rest = inputs
+        past, options, _, q, k, v, mask, *rest = inputs
         ctx.past, ctx.options = past, options
         ctx.save_for_backward(q, k, v, mask, *output, *rest)
         ctx.mark_non_differentiable(*output[3:])
@@ -91,14 +105,22 @@ class _Functional(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         state, arrays = saved[9 : 9 + ctx.past], saved[9 + ctx.past :]
         grads = [x.contiguous() for x in (dout, dsums, dtotals)]
-        dq, dk, dv, ds, dz = attention_backward(grads, saved[:9], state, arrays, *ctx.options)
-        return None, None, dq, dk, dv, None, *([ds, dz, None] if ctx.past else []), *[None] * len(arrays)
+        run = attention_backward if tracing(dout) else call_backward
+        dq, dk, dv, ds, dz = run(grads, saved[:9], state, arrays, *ctx.options)
+        return None, None, None, dq, dk, dv, None, *([ds, dz, None] if ctx.past else []), *[None] * len(arrays)
 
 
 def functional_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, state: list[Tensor], arrays: list[Tensor], *options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    state: list[Tensor],
+    arrays: list[Tensor],
+    *options: Any,
+    maps: bytes | None = None,
 ) -> Attention:
-    """`attention` for use inside torch.func transforms."""
+    """`attention` with gradients, eagerly or inside torch.func transforms; maps: see `call_forward`."""
     run: Any = _Functional.apply
-    result: Attention = run(len(state), options, q, k, v, mask, *state, *arrays)
+    result: Attention = run(len(state), options, maps, q, k, v, mask, *state, *arrays)
     return result

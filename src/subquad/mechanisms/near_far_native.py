@@ -63,12 +63,13 @@ def _run(
     arrays = [*form.arrays, form.tilt]
     inputs = (q, k, v, sinks, far, state, masks, gain)
     options = (scale, window, past, causal, tail)
-    if torch._C._are_functorch_transforms_active():
-        return _rounded(functional_hybrid(*inputs, arrays, *form[1:5], *options), v.dtype)
     tensors = (q, k, v, *sinks, *far, *state[:2], gain)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if wanted or any(tracing(x) for x in tensors):
+    transformed = torch._C._are_functorch_transforms_active()
+    if not transformed and any(tracing(x) for x in tensors):
         return _rounded(hybrid(*inputs, arrays, *form[1:5], *options, keep=wanted), v.dtype)
+    if transformed or wanted:
+        return _rounded(functional_hybrid(*inputs, arrays, *form[1:5], *options), v.dtype)
     return call_hybrid(*inputs, arrays, *form[1:5], scale, window, past, causal, tail, keep=False, maps=form.row_maps)
 
 

@@ -124,8 +124,11 @@ class CostModel:
         return first * math.pow(last / first, math.log(length / low) / math.log(high / low))
 
     def at(self, length: int) -> TimeEstimate:
-        """The time at this length."""
+        """The time at this length; below the shortest measured one that one's, since what is left is overhead."""
         lengths = sorted(self.points)
+        if length < lengths[0]:
+            known = min(self.points[lengths[0]])
+            return TimeEstimate(known, known * length / lengths[0] / (1.0 + self.spread), known * (1.0 + self.spread))
         fitted = self._fit(lengths)(length)
         inside = self._between(length)
         best = fitted if inside is None else inside
