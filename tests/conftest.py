@@ -1,4 +1,4 @@
-"""What every test can rely on: a fixed seed, and threads that do not fight over the cores."""
+"""What every test can rely on: a fixed seed, a wide terminal, and threads that do not fight over the cores."""
 
 import os
 import signal
@@ -17,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests that send it would wait for ever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Messages are compared as one line each: where a terminal would break them depends on the length of temporary paths.
+os.environ["COLUMNS"] = "400"
 
 # A shared or slow machine must not turn a correct property into a failure; the same examples run everywhere.
 hypothesis.settings.register_profile("subquad", deadline=None, derandomize=True, print_blob=True)

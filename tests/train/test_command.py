@@ -1,7 +1,6 @@
 """`subquad train` as a user meets it, and the comparison of mechanisms."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,15 +21,12 @@ MAIN = "from subquad.cli import main; main()"
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "COLUMNS": "400"}  # one line per message
     return subprocess.run(
-        [sys.executable, "-c", MAIN, "train", *arguments], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", MAIN, "train", *arguments], capture_output=True, text=True, check=False
     )
 
 
-def test_train_writes_every_number_and_refuses_to_overwrite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_writes_every_number_and_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "run")
     command = ["copy", "--set", "length=4", "--steps", "4", "--batch", "4", "--mechanism", "performer", "--option",
                "num_features=8", "--dim", "16", "--model", "dropout=0.1", "--log-every", "2", "--out", out]  # fmt: skip
@@ -42,7 +38,6 @@ def test_train_writes_every_number_and_refuses_to_overwrite(
     assert data["model"]["mechanism"] == {"mechanism": "performer", "num_features": 8}
     assert data["model"]["dropout"] == 0.1
     assert [r["step"] for r in read_records(tmp_path / "run/metrics.jsonl") if r["kind"] == "train"] == [2, 4]
-    monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
         main(["train", *command, "--lr", "1"])
     assert ended.value.code == 2
@@ -63,10 +58,8 @@ def test_wrong_arguments_exit_2_without_a_traceback(
     arguments: list[str],
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments, "--out", str(tmp_path / "out")])
     said = capsys.readouterr().err
@@ -77,10 +70,9 @@ def test_wrong_arguments_exit_2_without_a_traceback(
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
         main(["train", "copy", "--out", str(tmp_path / "file" / "run")])
     assert ended.value.code == 2
