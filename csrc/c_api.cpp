@@ -84,7 +84,7 @@ bool wants_pairs(const SqProblem& p) {
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
 // The version of the structures in problem.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 3; }
+SQ_API int64_t subquad_abi() { return 4; }
 SQ_API int64_t subquad_problem_size() { return sizeof(SqProblem); }
 SQ_API int64_t subquad_hybrid_size() { return sizeof(SqHybrid); }
 SQ_API int64_t subquad_step_size() { return sizeof(SqStep); }

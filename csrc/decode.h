@@ -11,7 +11,7 @@
 namespace SQ_NS {
 
 // S' = rho S + phi v^T over N vectors of columns, and out = a S' there.
-template <int N>
+template <int N, bool PAST>
 SQ_INLINE void update_and_read(long M, long E, const float* from, float* to, const Step& s, const float* v, float* out) {
   vf value[N], sum[N];
   SQ_UNROLL for (int n = 0; n < N; n++) value[n] = load(v + n * VL), sum[n] = zero();
@@ -20,13 +20,15 @@ SQ_INLINE void update_and_read(long M, long E, const float* from, float* to, con
     SQ_UNROLL for (int n = 0; n < N; n++) {
       vf x = value[n] * phi;
       if (from) x += load(from + r * E + n * VL) * rho;
-      store(to + r * E + n * VL, x);
+      if (PAST) store_past_caches(to + r * E + n * VL, x);
+      else store(to + r * E + n * VL, x);
       sum[n] += x * a;
     }
   }
   SQ_UNROLL for (int n = 0; n < N; n++) store(out + n * VL, sum[n]);
 }
 
+template <bool PAST>
 static void update_state(const SqProblem& pr, long index, Step& s) {
   const long M = pr.features, E = pr.width;
   const float* from = pr.s_in ? pr.s_in + index * M * E : nullptr;
@@ -34,11 +36,11 @@ static void update_state(const SqProblem& pr, long index, Step& s) {
   long e = 0;
   // Whole rows where they fit: memory is then read and written strictly in order.
   for (; e + 8 * VL <= E; e += 8 * VL)
-    update_and_read<8>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
+    update_and_read<8, PAST>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
   for (; e + 4 * VL <= E; e += 4 * VL)
-    update_and_read<4>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
+    update_and_read<4, PAST>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
   for (; e + VL <= E; e += VL)
-    update_and_read<1>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
+    update_and_read<1, PAST>(M, E, from ? from + e : nullptr, to + e, s, s.v + e, s.out + e);
   for (; e < E; e++) {
     float sum = 0.0f;
     for (long r = 0; r < M; r++) {
@@ -73,16 +75,19 @@ static void decode_task(void* context, int64_t task, int64_t) {
   for (long i = 0; i < block.count; i++) {
     const long index = block.at(i);
     const Head hd = head_of(pr, index);
+    // Further query heads of the group read the new state: then it is wanted in the caches after all.
+    const bool past = hd.groups == 1 && goes_past_caches(pr, pr.s_out + index * pr.features * pr.width);
     step_state(pr, index, s);
     step_key(hd, w.keys.row(i), w.keys.t[i], !pr.key_mask || pr.key_mask[hd.b * pr.mask_batch] != 0, s);
     for (long g = 0; g < hd.groups; g++) {
       const float Z = step_query(pr, w.group(g).row(i), w.group(g).t[i], s);
-      if (g == 0) update_state(pr, index, s);
+      if (g == 0) (past ? update_state<true> : update_state<false>)(pr, index, s);
       else read_state(pr.features, pr.width, pr.s_out + index * pr.features * pr.width, s.a, s.out);
       for (long e = 0; e < pr.width; e++) s.out[e] = !pr.normalise ? s.out[e] : Z == 0.0f ? 0.0f : s.out[e] / Z;
       put(pr.out, hd.b, hd.h * hd.groups + g, 0, 1, pr.width, s.out, pr.width);
     }
   }
+  end_past_caches();
 }
 
 // length_q = length_k = 1; s_out is required and must not overlap s_in.

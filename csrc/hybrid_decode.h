@@ -68,8 +68,11 @@ static void add_weighted(const Rows& rows, long n, long dim, const float* weight
   }
 }
 
-// sum = a S and, with `to`, S' = rho S + phi v^T, over N vectors of columns.
-template <int N, bool UPDATE>
+// What a pass over the state does besides reading it.
+enum Visit { READ_ONLY, UPDATE, UPDATE_PAST_CACHES };
+
+// sum = a S and, if it is updated, S' = rho S + phi v^T, over N vectors of columns.
+template <int N, Visit VISIT>
 SQ_INLINE void read_and_update(long M, long E, const float* from, float* to, const float* a, const Step& s, const float* v,
                                float* out) {
   vf value[N], sum[N];
@@ -79,27 +82,28 @@ SQ_INLINE void read_and_update(long M, long E, const float* from, float* to, con
     SQ_UNROLL for (int n = 0; n < N; n++) {
       const vf x = load(from + r * E + n * VL);
       sum[n] += x * weight;
-      if (UPDATE) store(to + r * E + n * VL, x * rho + value[n] * phi);
+      if (VISIT == UPDATE) store(to + r * E + n * VL, x * rho + value[n] * phi);
+      if (VISIT == UPDATE_PAST_CACHES) store_past_caches(to + r * E + n * VL, x * rho + value[n] * phi);
     }
   }
   SQ_UNROLL for (int n = 0; n < N; n++) store(out + n * VL, sum[n]);
 }
 
-template <bool UPDATE>
+template <Visit VISIT>
 static void pass_state(const SqProblem& pr, long index, const float* a, const Step& s, float* out) {
   const long M = pr.features, E = pr.width;
   const float* from = pr.s_in + index * M * E;
   float* to = pr.s_out + index * M * E;
   long e = 0;
-  for (; e + 8 * VL <= E; e += 8 * VL) read_and_update<8, UPDATE>(M, E, from + e, to + e, a, s, s.v + e, out + e);
-  for (; e + 4 * VL <= E; e += 4 * VL) read_and_update<4, UPDATE>(M, E, from + e, to + e, a, s, s.v + e, out + e);
-  for (; e + VL <= E; e += VL) read_and_update<1, UPDATE>(M, E, from + e, to + e, a, s, s.v + e, out + e);
+  for (; e + 8 * VL <= E; e += 8 * VL) read_and_update<8, VISIT>(M, E, from + e, to + e, a, s, s.v + e, out + e);
+  for (; e + 4 * VL <= E; e += 4 * VL) read_and_update<4, VISIT>(M, E, from + e, to + e, a, s, s.v + e, out + e);
+  for (; e + VL <= E; e += VL) read_and_update<1, VISIT>(M, E, from + e, to + e, a, s, s.v + e, out + e);
   for (; e < E; e++) {
     float sum = 0.0f;
     for (long r = 0; r < M; r++) {
       const float x = from[r * E + e];
       sum += x * a[r];
-      if (UPDATE) to[r * E + e] = x * s.rho[r] + s.phi[r] * s.v[e];
+      if (VISIT != READ_ONLY) to[r * E + e] = x * s.rho[r] + s.phi[r] * s.v[e];
     }
     out[e] = sum;
   }
@@ -201,8 +205,8 @@ static void hybrid_step(const SqStep& st, const Block& block, long i, const Bloc
     float* a = h.a + g * feature_stride(pr);
     for (long r = 0; r < M; r++) a[r] *= far * inverse;
     for (j = 0; j < N + w + 1; j++) h.weights[j] *= near * inverse;
-    if (g == 0) pass_state<true>(pr, index, a, s, h.out);
-    else pass_state<false>(pr, index, a, s, h.out);
+    const bool past = goes_past_caches(pr, pr.s_out + index * M * E);
+    (g > 0 ? pass_state<READ_ONLY> : past ? pass_state<UPDATE_PAST_CACHES> : pass_state<UPDATE>)(pr, index, a, s, h.out);
     add_weighted(sink_v, N, E, sinks, h.out);
     add_weighted(values, w, E, window, h.out);
     add_weighted({h.token_v, 0}, 1, E, token, h.out);
@@ -229,6 +233,7 @@ static void hybrid_decode_task(void* context, int64_t task, int64_t) {
   project_block(st.hy.far, block, w);
   step_biases(st.hy.far, block, h.s);
   for (long i = 0; i < block.count; i++) hybrid_step(st, block, i, w, h);
+  end_past_caches();
 }
 
 // s_in is required; window and sinks are float32 with components side by side.

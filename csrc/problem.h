@@ -48,6 +48,8 @@ struct SqProblem {
   int32_t accumulate;  // dq, dk, dv are float32 and are added to
   float epsilon;
   int32_t differentiable;  // forward only: a backward will follow
+  int32_t past_caches;     // decode only: the new state is not wanted in the caches, since others will be used before it
+  int32_t unused;
   SqTensor q, k, v, out;
   SqMap map_q, map_k;
   const uint8_t* key_mask;  // (B, S), nonzero = real; null = all real

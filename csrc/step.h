@@ -268,6 +268,11 @@ static float step_query(const SqProblem& pr, const float* p, float t, Step& s) {
   return hsum(total);
 }
 
+// Whether the rows of a new state at `to` can be stored past the caches.
+SQ_INLINE bool goes_past_caches(const SqProblem& pr, const float* to) {
+  return pr.past_caches && pr.width % VL == 0 && (uintptr_t)to % sizeof(vf) == 0;
+}
+
 // out = a S for the state at `from`, over N vectors of columns.
 template <int N>
 SQ_INLINE void read_columns(long M, long E, const float* from, const float* a, float* out) {

@@ -55,6 +55,27 @@ constexpr int PANELS = C / T;
 
 SQ_INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 SQ_INLINE void store(float* p, vf v) { *(vf_mem*)p = v; }
+
+// To an aligned place, past the caches: what was there is not read first, and nothing else is pushed out for it.
+SQ_INLINE void store_past_caches(float* p, vf v) {
+#if SQ_VL == 16 && defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif SQ_VL == 8 && defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#elif SQ_VL == 4 && defined(__SSE2__)
+  _mm_stream_ps(p, (__m128)v);
+#else
+  store(p, v);
+#endif
+}
+
+// Such stores are not ordered with others: before anybody else may read them.
+SQ_INLINE void end_past_caches() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 SQ_INLINE v4 load4(const float* p) { return *(const v4_mem*)p; }
 SQ_INLINE void store4(float* p, v4 v) { *(v4_mem*)p = v; }
 

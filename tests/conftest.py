@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -17,9 +17,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that: tests that send it would wait for ever.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Messages are compared as one line each: where a terminal would break them depends on the length of temporary paths.
-os.environ["COLUMNS"] = "400"
 
 # A shared or slow machine must not turn a correct property into a failure; the same examples run everywhere.
 hypothesis.settings.register_profile("subquad", deadline=None, derandomize=True, print_blob=True)
@@ -53,6 +50,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """The result of a test does not depend on which tests ran before it in the same worker."""
+def _alike() -> Iterator[None]:
+    """The result of a test depends neither on the tests before it in the same worker nor on the terminal.
+
+    Messages are one line each: where they would be broken depends on the length of temporary paths.
+    """
     torch.manual_seed(0)
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "400"
+    yield
+    if before is None:
+        os.environ.pop("COLUMNS", None)
+    else:
+        os.environ["COLUMNS"] = before

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+import subquad as sq
 from subquad.kernels import chunked, native, native_memory
 from subquad.kernels.native_memory import BlockPool
 
@@ -73,6 +74,47 @@ def test_states_of_steps_use_dropped_memory_again() -> None:
             state = native.causal(phi, q, k, v, state, scale=0.25)[1]
             places.add(state.weighted.data_ptr())
     assert len(places) == 2  # the state before the step, and the one it returns
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("mechanism", "width", "heads"), [
+    ("performer", 16, 4), ("performer", 16, 2), ("performer", 5, 4), ("hybrid", 16, 2), ("hybrid", 5, 4)
+])  # fmt: skip
+def test_states_that_bypass_the_caches_are_the_same(
+    mechanism: str, width: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attn = sq.create(mechanism, 16, heads=4, kv_heads=heads, **({"window": 3} if mechanism == "hybrid" else {}))
+    q = torch.randn(3, 4, 12, 16)
+    k, v = torch.randn(3, heads, 12, 16), torch.randn(3, heads, 12, width)
+
+    def steps() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        outs, state = [], None
+        with torch.no_grad():
+            for i in range(12):
+                token = (x[:, :, i : i + 1] for x in (q, k, v))
+                out, state = attn.scan(*token, state, backend="native")
+                outs.append(out)
+        assert state is not None
+        return torch.cat(outs, 2), (state if mechanism == "performer" else state.far).tensors
+
+    want, state = steps()
+    monkeypatch.setattr(native_memory, "LAST_CACHE", -1)
+    assert native_memory.states_exceed_caches()
+    got, after = steps()
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))
+
+
+def test_a_pool_knows_what_it_has_lent() -> None:
+    pool = BlockPool()
+    first, second = pool.lend((1 << 16,)), pool.lend((1 << 17,))
+    assert pool.lent_bytes() == 4 * (3 << 16)
+    del second
+    gc.collect()
+    assert pool.lent_bytes() == 4 << 16 and pool.kept_bytes() == 4 << 17
+    del first
+    gc.collect()
+    assert pool.lent_bytes() == 0
 
 
 def test_a_block_is_lent_once() -> None:

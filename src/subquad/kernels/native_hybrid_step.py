@@ -12,7 +12,7 @@ from torch import Tensor
 from . import native_library as library
 from .native import Form
 from .native_library import DTYPES, FUNCTIONS, Hybrid, Problem, Step
-from .native_memory import new_states
+from .native_memory import new_states, states_exceed_caches
 from .native_operators import HEADER, MAPS, TENSOR, check_status
 
 __all__ = ["Memory", "call_step"]
@@ -83,7 +83,7 @@ def call_step(
         *(features // 2 if form.antithetic else features, 0, 1),
         *(FUNCTIONS[form.function], 0 if weight.numel() else 1 if norms.numel() else 2, form.antithetic, 1),
         *(signs.shape[-2] if norms.numel() and not weight.numel() else 0, 1, torch.get_num_threads(), 0),
-        *(form.epsilon, 0.0),
+        *(form.epsilon, 0.0, 0, 0),
     )
     memoryview(step).cast("B")[_FAR["map_q"] : _FAR["map_q"] + MAPS[1]] = maps
     out = torch.empty((batch, q.shape[1], 1, width), dtype=torch.float32)
@@ -105,6 +105,7 @@ def call_step(
     if gain is not None:
         hybrid.gain = gain.data_ptr()
     floats = new_states(*(x.shape for x in memory[:7]))
+    far.past_caches = states_exceed_caches()
     flags = [torch.empty_like(x) for x in memory[7:9]]
     counts = torch.empty((3, batch), dtype=torch.int64).unbind(0)
     after = Memory(*floats, *flags, *counts)

@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Hybrid", "Map", "Problem", "Step", "StridedTensor", "load", "missing"]
 
-ABI = 3
+ABI = 4
 # Tokens per state that the causal forward stores for its backward.
 SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -49,7 +49,7 @@ class Problem(ctypes.Structure):
         *((name, _long) for name in ("key_shift", "keys_stored")),
         *((name, _int) for name in "function projection antithetic causal blocks normalise threads accumulate".split()),
         ("epsilon", _float),
-        ("differentiable", _int),
+        *((name, _int) for name in ("differentiable", "past_caches", "unused")),
         *((name, StridedTensor) for name in ("q", "k", "v", "out")),
         *((name, Map) for name in ("map_q", "map_k")),
         ("key_mask", _pointer),

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "SMALLEST", "BlockPool", "new_states"]
+__all__ = ["LARGEST", "SMALLEST", "BlockPool", "new_states", "states_exceed_caches"]
 
 SMALLEST = 1 << 17  # bytes; below this the C library keeps freed blocks itself
 LARGEST = 1 << 28  # bytes kept for later, in all
@@ -42,12 +43,17 @@ class BlockPool:
     def __init__(self, most: int = LARGEST) -> None:
         self.most = most
         self._kept: dict[int, list[Tensor]] = {}
+        self._lent: dict[int, set[int]] = {}  # where blocks of a size are that somebody holds
         self._kinds: dict[int, Any] = {}
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
 
     def kept_bytes(self) -> int:
         """How many bytes wait for their next use."""
         return sum(4 * size * len(blocks) for size, blocks in list(self._kept.items()))
+
+    def lent_bytes(self) -> int:
+        """How many bytes somebody holds."""
+        return sum(4 * size * len(places) for size, places in list(self._lent.items()))
 
     def clear(self) -> None:
         """Give everything that nobody holds back to the system."""
@@ -65,7 +71,9 @@ class BlockPool:
                 block = self._kept[size].pop()
             except (KeyError, IndexError):
                 block = torch.empty(size, dtype=torch.float32)
-            lent = kind.from_address(block.data_ptr())
+            place = block.data_ptr()
+            self._lent.setdefault(size, set()).add(place)
+            lent = kind.from_address(place)
             lent.block = block
             whole = torch.frombuffer(lent, dtype=torch.float32)
         return [whole.as_strided(*place) for place in places]
@@ -87,6 +95,7 @@ class BlockPool:
         pool = self
 
         def ended(lent: Any) -> None:
+            pool._lent[size].discard(lent.block.data_ptr())
             pool._keep(size, lent.block)
 
         self._kinds[size] = kind = type("Lent", (ctypes.c_float * size,), {"__del__": ended})
@@ -103,9 +112,23 @@ class BlockPool:
             self._kept.setdefault(size, []).append(block)
 
 
+def _last_cache() -> int:
+    """Bytes of the largest cache, as far as the system says."""
+    try:
+        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or 1 << 25
+    except (AttributeError, OSError, ValueError):
+        return 1 << 25
+
+
+LAST_CACHE = _last_cache()
 _states = BlockPool()
 
 
 def new_states(*shapes: tuple[int, ...]) -> list[Tensor]:
     """Uninitialised float32 tensors for the parts of a state that lives for a few steps."""
     return _states.lend(*shapes)
+
+
+def states_exceed_caches() -> bool:
+    """Whether a state that is written will have left the caches before it is read: all that are held do not fit."""
+    return _states.lent_bytes() > LAST_CACHE

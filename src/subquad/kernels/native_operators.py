@@ -49,7 +49,7 @@ def _rows(q: Tensor, weight: Tensor, norms: Tensor, function: str) -> int:
 
 
 # Filling ctypes fields one by one costs more than a decode step; these write whole runs of them.
-HEADER = struct.Struct("11q8i2f")
+HEADER = struct.Struct("11q8i2f2i")
 TENSOR = struct.Struct("P4q2i")
 _PLACES = {name: getattr(Problem, name).offset for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
 MAPS = (Problem.map_q.offset, ctypes.sizeof(Map) * 2)
@@ -105,7 +105,7 @@ def make_problem(
         0,
         *(batch, heads_q, heads, length_q, length, dim, width, rows * (2 if antithetic else 1), rows, 0, length),
         *(FUNCTIONS[function], projection, antithetic, causal, signs.shape[-2] if projection == 1 else 0, normalise),
-        *(torch.get_num_threads(), 0, epsilon, 0.0),
+        *(torch.get_num_threads(), 0, epsilon, 0.0, 0, 0),
     )
     write(problem, "q", q)
     write(problem, "k", k)

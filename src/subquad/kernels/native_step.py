@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import native_library as library
 from .native_library import Problem
-from .native_memory import new_states
+from .native_memory import new_states, states_exceed_caches
 from .native_operators import Attention, check_status, make_problem, write
 
 __all__ = ["call_step"]
@@ -45,6 +45,8 @@ def call_step(
     shape = (problem.batch, problem.heads_kv, problem.features)
     out = torch.empty((*q.shape[:3], width), dtype=v.dtype)
     sums, totals, maxima = after = new_states((*shape, width), shape, shape)
+    if states_exceed_caches():
+        problem.past_caches = 1
     write(problem, "out", out)
     _STATES.pack_into(problem, Problem.s_in.offset, *(x.data_ptr() for x in (*state, *after)))
     check_status(library.load().subquad_decode(ctypes.byref(problem)))
