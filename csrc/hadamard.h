@@ -75,13 +75,14 @@ static void any_pass(const Pass& q, long width, long h) {
 
 // The same with everything known that does not differ between rows; H = 0 leaves the distance open. Copies of the fields
 // keep them in registers: the compiler has to assume that a store of floats might change them.
-enum Way { COMING_IN, WITHIN, BETWEEN, GOING_OUT, ADDING };
+enum Way { COMING_IN, WITHIN, BETWEEN, GOING_OUT, OFFSET, ADDING };
 
 template <int LEVELS, int H, Way WAY>
 static void whole_pass(const Pass& q, long width, long distance) {
-  constexpr int N = 1 << LEVELS, FROM = WAY == COMING_IN ? LD : T, TO = WAY == GOING_OUT || WAY == ADDING ? LD : T;
+  constexpr int N = 1 << LEVELS, FROM = WAY == COMING_IN ? LD : T, TO = WAY >= GOING_OUT ? LD : T;
   const long h = H ? H : distance;
   const float *from = q.from, *by = WAY == COMING_IN ? q.before : WAY == BETWEEN ? q.between : q.after;
+  const float* offset = q.offset;
   float* to = q.to;
   for (long base = 0; base < width; base += h * N)
     for (long i = base; i < base + h; i++)
@@ -99,6 +100,7 @@ static void whole_pass(const Pass& q, long width, long distance) {
         SQ_UNROLL for (int n = 0; n < N; n++) {
           float* at = to + (i + n * h) * TO + j * VL;
           if (WAY == GOING_OUT) r[n] *= splat(by[i + n * h]);
+          if (WAY == OFFSET) r[n] = r[n] * splat(by[i + n * h]) + splat(offset[i + n * h]);
           if (WAY == ADDING) r[n] = r[n] * splat(by[i + n * h]) + load(at);
           store(at, r[n]);
         }
@@ -109,12 +111,14 @@ template <int LEVELS, int H>
 static void pass_of(const Pass& q, long width, long h) {
   const bool inside = q.from_ld == T && q.to_ld == T, whole = q.from_rows >= width && q.to_rows >= width;
   const bool arrives = q.from_ld == LD && q.to_ld == T && q.before && !q.between && !q.after;
-  const bool leaves = q.from_ld == T && q.to_ld == LD && q.after && !q.before && !q.between && !q.offset;
+  const bool leaves = q.from_ld == T && q.to_ld == LD && q.after && !q.before && !q.between;
   if (inside && !q.before && !q.after)
     return q.between ? whole_pass<LEVELS, H, BETWEEN>(q, width, h) : whole_pass<LEVELS, H, WITHIN>(q, width, h);
   if (whole && arrives) return whole_pass<LEVELS, H, COMING_IN>(q, width, h);
   if (whole && leaves)
-    return q.accumulate ? whole_pass<LEVELS, H, ADDING>(q, width, h) : whole_pass<LEVELS, H, GOING_OUT>(q, width, h);
+    return q.accumulate ? whole_pass<LEVELS, H, ADDING>(q, width, h)
+           : q.offset   ? whole_pass<LEVELS, H, OFFSET>(q, width, h)
+                        : whole_pass<LEVELS, H, GOING_OUT>(q, width, h);
   any_pass<LEVELS>(q, width, h);
 }
 
