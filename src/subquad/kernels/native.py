@@ -260,7 +260,7 @@ def _run(
     if transformed or wanted:
         return _rounded(functional_attention(*arguments, maps=form.maps), v.dtype)
     if causal and q.shape[2] == 1 and k.shape[2] == 1:
-        return call_step(q, k, v, mask, past, *form[:5], normalise, form.maps)
+        return call_step(q, k, v, mask, past, form[:5], normalise=normalise, maps=form.maps)
     return call_forward(*arguments, keep=False, maps=form.maps)
 
 

@@ -28,19 +28,17 @@ def call_step(
     v: Tensor,
     key_mask: Tensor,
     state: list[Tensor],
-    arrays: list[Tensor],
-    square: float,
-    function: str,
-    antithetic: bool,
-    epsilon: float,
+    form: tuple[list[Tensor], float, str, bool, float],
+    *,
     normalise: bool,
     maps: bytes | None,
 ) -> Attention:
-    """What `call_forward` returns for one token, causally and without a backward.
+    """What `call_forward` returns for one token, causally and without a backward; form: its arguments from `arrays` to
+    `epsilon`.
 
     The parts of the new state lie in one block of memory, which lives as long as any of them.
     """
-    problem = make_problem(q, k, v, key_mask, arrays, square, function, antithetic, epsilon, True, normalise, maps)
+    problem = make_problem(q, k, v, key_mask, *form, True, normalise, maps)
     width = v.shape[3]
     shape = (problem.batch, problem.heads_kv, problem.features)
     out = torch.empty((*q.shape[:3], width), dtype=v.dtype)
