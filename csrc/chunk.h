@@ -271,8 +271,8 @@ static void prepare_queries(const Head& hd, const Work& w, const float* c, const
   const SqProblem& pr = *hd.pr;
   const long vectors = vectors_for(n);
   n = queries_in(pr, t0, n);
-  panel(pr.q, hd.b, hd.h * hd.groups + g, t0, n, vectors * VL, pr.dim, w.x, w.rows);
   const long head = hd.h * hd.groups + g;
+  panel(pr.q, hd.b, head, t0, n, vectors * VL, pr.dim, w.x, w.rows);
   query_features(pr, hd.q, w.x, vectors, c, z, a, Z, top, w.level, w.butterfly,
                  {rows_ahead(pr.q, hd.b, head, t0 + n, C, pr.length_q, pr.dim),
                   rows_ahead(pr.out, hd.b, head, t0, n, pr.length_q, pr.width)});

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "SMALLEST", "BlockPool", "new_states", "states_exceed_caches"]
+__all__ = ["LARGEST", "LAST_CACHE", "SMALLEST", "BlockPool", "new_states", "states_exceed_caches"]
 
 SMALLEST = 1 << 17  # bytes; below this the C library keeps freed blocks itself
 LARGEST = 1 << 28  # bytes kept for later, in all
@@ -44,7 +44,6 @@ class BlockPool:
         self.most = most
         self._kept: dict[int, list[Tensor]] = {}
         self._lent: dict[int, set[int]] = {}  # where blocks of a size are that somebody holds
-        self._kinds: dict[int, Any] = {}
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
 
     def kept_bytes(self) -> int:
@@ -62,8 +61,7 @@ class BlockPool:
 
     def lend(self, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Uninitialised contiguous float32 tensors of these shapes, on the CPU, all in one block."""
-        layout = self._layouts.get(shapes) or self._layout(shapes)
-        size, kind, places = layout
+        size, kind, places = self._layouts.get(shapes) or self._layout(shapes)
         if not SMALLEST <= 4 * size <= self.most:
             whole = torch.empty(size, dtype=torch.float32)
         else:
@@ -87,7 +85,7 @@ class BlockPool:
             size += -(-math.prod(shape) // 16) * 16
         if len(self._layouts) > 256:  # a service that sees every batch size must not collect them for ever
             self._layouts.clear()
-        self._layouts[shapes] = layout = (size, self._kinds.get(size) or self._kind(size), places)
+        self._layouts[shapes] = layout = (size, self._kind(size), places)
         return layout
 
     def _kind(self, size: int) -> Any:
@@ -98,8 +96,7 @@ class BlockPool:
             pool._lent[size].discard(lent.block.data_ptr())
             pool._keep(size, lent.block)
 
-        self._kinds[size] = kind = type("Lent", (ctypes.c_float * size,), {"__del__": ended})
-        return kind
+        return type("Lent", (ctypes.c_float * size,), {"__del__": ended})
 
     def _keep(self, size: int, block: Tensor) -> None:
         kept = self.kept_bytes()
@@ -115,9 +112,10 @@ class BlockPool:
 def _last_cache() -> int:
     """Bytes of the largest cache, as far as the system says."""
     try:
-        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or 1 << 25
+        found = os.sysconf("SC_LEVEL3_CACHE_SIZE")  # 0 or less where it is not known
     except (AttributeError, OSError, ValueError):
-        return 1 << 25
+        found = 0
+    return found if found > 0 else 1 << 25
 
 
 LAST_CACHE = _last_cache()
