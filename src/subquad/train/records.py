@@ -30,7 +30,8 @@ class Records:
 
     def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [record for record in read_records(self.path) if record["step"] <= step]
+        # A run that starts over at step 0 says again what it says before its first step.
+        kept = [record for record in read_records(self.path) if 0 < record["step"] <= step]
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self.file = self.path.open("a", encoding="utf-8")
         self.board: Any = None
