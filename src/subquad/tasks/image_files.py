@@ -1,4 +1,4 @@
-"""Images as arrays (N, height, width, channels) of bytes: MNIST's idx, CIFAR-10's binary files, folders of pictures."""
+"""Images as arrays (N, height, width, channels) of bytes: MNIST's idx, CIFAR-10's binary files or sheets, pictures."""
 
 from __future__ import annotations
 
@@ -73,6 +73,29 @@ def _cifar(folder: Path, split: str) -> np.ndarray | None:
     return np.concatenate(parts)
 
 
+def _sheets(folder: Path, split: str) -> np.ndarray | None:
+    """CIFAR-10 as `data_batch_*.png` and `test_batch.png`: an image per row of the sheet, its pixels one by one."""
+    paths = sorted(folder.glob("data_batch_*.png" if split == "train" else "test_batch.png"))
+    if not paths:
+        return None
+    from PIL import Image, UnidentifiedImageError
+
+    parts = []
+    for path in paths:
+        try:
+            with Image.open(path) as sheet:
+                rows = np.asarray(sheet.convert("RGB"))
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise DataError(f"{path} cannot be read as a picture ({error})") from None
+        side = math.isqrt(rows.shape[1])
+        if side * side != rows.shape[1]:
+            raise DataError(f"{path} is {rows.shape[1]} pixels wide; expected a square number, an image per row")
+        parts.append(rows.reshape(-1, side, side, 3))
+    if len({part.shape[1] for part in parts}) != 1:
+        raise DataError(f"the sheets {paths[0].name} ... in {folder} hold images of different sizes")
+    return np.concatenate(parts)
+
+
 class _Pictures:
     """Pictures of one size, one after the other."""
 
@@ -140,13 +163,14 @@ def read_images(folder: str, split: str) -> np.ndarray:
     path = Path(folder)
     if not path.is_dir():
         raise DataError(f"data={folder!r} is not a folder; expected one with MNIST's idx files, CIFAR-10's or pictures")
-    for reader in (_mnist, _cifar, _pictures):
+    for reader in (_mnist, _cifar, _sheets, _pictures):
         images = reader(path, split)
         if images is not None:
             return images
     raise DataError(
         f"data={folder!r} holds no {split} images; expected MNIST's train-images-idx3-ubyte and t10k-images-idx3-ubyte "
-        "(also .gz), CIFAR-10's data_batch_*.bin and test_batch.bin, or pictures (.png, .jpg) of one size"
+        "(also .gz), CIFAR-10's data_batch_*.bin and test_batch.bin (or .png, an image per row), or pictures (.png, "
+        ".jpg) of one size"
     )
 
 
