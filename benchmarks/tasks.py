@@ -3,7 +3,7 @@
     python benchmarks/tasks.py copy                       accuracy per symbol: length 32, one layer, one head
     python benchmarks/tasks.py features                   accuracy against the number of features
     python benchmarks/tasks.py images --data MNIST        bits per dimension at equal steps, 14 x 14 (--size 28: whole)
-    python benchmarks/tasks.py generation                 values per second at 28 x 28: recurrent, KV cache, recomputed
+    python benchmarks/tasks.py generation                 images value by value: recurrent, KV cache, recomputed
     python benchmarks/tasks.py speech --data WAVS         word error rates at equal parameters, and the time of a step
     python benchmarks/tasks.py speech-steps --data WAVS   the time of a step alone
     python benchmarks/tasks.py text --data FILE           bits per byte, causal
@@ -264,14 +264,14 @@ def main() -> None:
     parser.add_argument("--valid-every", type=int)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="learning rates (speech)")
     parser.add_argument("--counts", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128], help="features (features)")
-    parser.add_argument("--size", type=int, help="side of an image (images: 14, generation: 28)")
+    parser.add_argument("--size", type=int, default=14, help="side of an image (images)")
+    parser.add_argument("--values", type=int, nargs="+", default=[784], help="values of an image (generation)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="of generation and speech-steps")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     args.out = args.out or Path("results/tasks") / args.command
-    args.size = args.size or {"generation": 28}.get(args.command, 14)
     COMMANDS[args.command](args)
     print(json.dumps(machine()), file=sys.stderr)
 
