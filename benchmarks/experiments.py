@@ -36,6 +36,7 @@ from experiments_list import EXPERIMENTS
 
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
+from subquad.lab.measure import CLOCKS
 from subquad.train import Run
 from subquad.train.collection import collect, comparison_table
 from subquad.train.curves import draw_page
@@ -107,8 +108,8 @@ def chosen(args: argparse.Namespace) -> list[Experiment]:
 
 
 def queue(args: argparse.Namespace) -> list[Job]:
-    """All runs, the first seed of every experiment before the second of any."""
-    return sorted((job for one in chosen(args) for job in one.jobs()), key=lambda job: job.seed)
+    """All runs in their order: the first seed of every experiment before the second of any, slow rows later."""
+    return sorted((job for one in chosen(args) for job in one.jobs()), key=lambda job: job.turn)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def attempt(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for job in queue(args):
             folder = Path(scratch) / job.folder
-            if job.seed != min(other.seed for other in queue(args) if other.experiment == job.experiment):
+            if job.seed:
                 continue
             reason = missing(replace(job, start=None), args)
             if reason is None and job.start is not None:
@@ -261,11 +262,12 @@ def measure(args: argparse.Namespace) -> None:
             if job.label not in calls and missing(replace(job, start=None), args) is None:
                 calls[job.label] = stepper(job, args)
         if calls:
-            timings = interleave(calls, runs=args.rounds, warmup=1)
+            timings = interleave(calls, runs=args.rounds, warmup=1, clock=args.clock)
             found[one.name] = {label: timing.best for label, timing in timings.items()}
             spreads = ", ".join(f"{label} {t.best:.2f} s (+{t.spread:.0%})" for label, t in timings.items())
             print(f"{one.name}: {spreads}", flush=True)
-            write_json(path, {"step_seconds": found, "threads": args.threads, "machine": machine(), "date": _now()})
+            how = {"threads": args.threads, "clock": args.clock, "machine": machine(), "date": _now()}
+            write_json(path, {"step_seconds": found, **how})
 
 
 def stepper(job: Job, args: argparse.Namespace) -> Any:
@@ -304,6 +306,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="experiments by name")
     parser.add_argument("--steps", type=int, default=3, help="of try")
     parser.add_argument("--rounds", type=int, default=5, help="of time")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="of time; cpu where others use the machine"
+    )
     parser.add_argument("--hours", type=float, help="end the queue after so long (run)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--nice", type=int, default=10)

@@ -11,13 +11,19 @@ from subquad.train import Run
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an experiment's figure; dicts are added to those of the experiment."""
+    """One line of an experiment's figure; dicts are added to those of the experiment.
+
+    start: EXPERIMENT/LABEL of the run (its first seed) whose weights it begins with
+    seeds: None = as many as the experiment has.   later: takes its turn as if its seeds were so many higher
+    """
 
     mechanism: Any
     options: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    start: str | None = None  # EXPERIMENT/LABEL whose weights it begins with
+    start: str | None = None
+    seeds: int | None = None
+    later: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class Job:
     hours: float
     data: str | None
     start: str | None
+    turn: int
 
     @property
     def folder(self) -> str:
@@ -84,7 +91,8 @@ def _names(choice: Any) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Rows that are compared: the same task, data and settings but for what a row names; `hours` per run at most."""
+    """Rows that are compared: the same task, data and settings but for what a row names; `hours` per run at most:
+    a run that shares its core with others takes several times as long as alone."""
 
     name: str
     claim: str
@@ -92,10 +100,10 @@ class Experiment:
     rows: Mapping[str, Row]
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
-    hours: float
     options: Mapping[str, Any] = field(default_factory=dict)
     data: str | None = None
     seeds: int = 1
+    hours: float = 6.0
 
     def jobs(self) -> list[Job]:
         return [
@@ -110,8 +118,9 @@ class Experiment:
                 seed=seed,
                 hours=self.hours,
                 data=self.data,
-                start=None if row.start is None else f"{row.start}/seed-{seed}",
+                start=None if row.start is None else f"{row.start}/seed-0",
+                turn=seed + row.later,
             )
             for label, row in self.rows.items()
-            for seed in range(self.seeds)
+            for seed in range(self.seeds if row.seeds is None else row.seeds)
         ]

@@ -43,7 +43,7 @@ DOCUMENT_ROWS = {
 }
 
 
-def documents(length: int, batch: int, steps: int) -> Experiment:
+def documents(length: int, batch: int) -> Experiment:
     return Experiment(
         name=f"documents-{length}",
         claim="long documents: mechanisms of linear time are as accurate, and faster the longer the document is",
@@ -52,8 +52,7 @@ def documents(length: int, batch: int, steps: int) -> Experiment:
         options={"length": length},
         rows=DOCUMENT_ROWS,
         model=DOCUMENTS,
-        settings={"steps": steps, "batch": batch, "lr": 2e-3, "warmup": 50, "valid_every": 50, "valid_examples": 64},
-        hours=0.75,
+        settings={"steps": 500, "batch": batch, "lr": 2e-3, "warmup": 50, "valid_every": 100, "valid_examples": 64},
     )
 
 
@@ -68,13 +67,12 @@ EXPERIMENTS = (
             "linear": Row("linear"),
             "performer-64": Row(performer(64)),
             "lsh-1": Row(lsh(1)),
-            "lsh-4": Row(lsh(4)),
+            "lsh-4": Row(lsh(4), later=1),
             "hybrid": Row(hybrid(32, LINEAR_FAR)),
             "multipole": Row("multipole"),
         },
         model=IMAGES,
-        settings={"steps": 2500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 250, "valid_examples": 128},
-        hours=1.0,
+        settings={"steps": 1600, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 200, "valid_examples": 128},
     ),
     Experiment(
         name="text",
@@ -89,11 +87,10 @@ EXPERIMENTS = (
             "hybrid": Row(hybrid(64, LINEAR_FAR)),
             "multipole": Row("multipole"),
             "linear": Row("linear"),
-            "lsh-4": Row(lsh(4, 64)),
+            "lsh-4": Row(lsh(4, 64), later=1),
         },
         model=TEXT,
-        settings={"steps": 1000, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 24},
-        hours=1.25,
+        settings={"steps": 800, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 24},
     ),
     Experiment(
         name="pretrained",
@@ -102,7 +99,7 @@ EXPERIMENTS = (
         data="enwik8",
         options={"length": 512},
         rows={
-            "softmax": Row("softmax", settings={"steps": 4000, "valid_every": 500}),
+            "softmax": Row("softmax", settings={"steps": 6000, "valid_every": 500}, seeds=1),
             **{
                 f"performer-{features}": Row(performer(features), start="pretrained/softmax")
                 for features in (256, 64, 1024)
@@ -113,7 +110,7 @@ EXPERIMENTS = (
         },
         model=SMALL_TEXT,
         settings={"steps": 1000, "batch": 4, "lr": 5e-4, "warmup": 50, "valid_every": 50, "valid_examples": 64},
-        hours=1.25,
+        seeds=3,
     ),
     Experiment(
         name="recall",
@@ -134,7 +131,6 @@ EXPERIMENTS = (
         },
         model={},
         settings={"steps": 3000, "batch": 32, "valid_every": 250},
-        hours=0.5,
         seeds=3,
     ),
     Experiment(
@@ -145,8 +141,7 @@ EXPERIMENTS = (
         options={"length": 512},
         rows=PROTEIN_ROWS,
         model=PROTEIN,
-        settings={"steps": 1200, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
-        hours=0.75,
+        settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
     ),
     Experiment(
         name="protein-causal",
@@ -156,8 +151,7 @@ EXPERIMENTS = (
         options={"length": 512, "causal": True},
         rows=PROTEIN_ROWS,
         model=PROTEIN,
-        settings={"steps": 1200, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
-        hours=0.75,
+        settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
     ),
     Experiment(
         name="protein-36-layers",
@@ -168,7 +162,6 @@ EXPERIMENTS = (
         rows={"performer-relu": PROTEIN_ROWS["performer-relu"]},
         model={"layers": 36, "heads": 2, "dim": 64, "reversible": True},
         settings={"steps": 400, "batch": 4, "lr": 1e-3, "warmup": 100, "valid_every": 50, "valid_examples": 64},
-        hours=0.75,
     ),
     Experiment(
         name="speech",
@@ -190,8 +183,7 @@ EXPERIMENTS = (
             "bilstm": Row("bilstm"),
         },
         model=SPEECH,
-        settings={"steps": 800, "batch": 4, "lr": 2e-3, "warmup": 100, "valid_every": 100, "valid_examples": 64},
-        hours=0.75,
+        settings={"steps": 2000, "batch": 4, "lr": 2e-3, "warmup": 100, "valid_every": 200, "valid_examples": 64},
     ),
     Experiment(
         name="copy",
@@ -205,7 +197,6 @@ EXPERIMENTS = (
         },
         model={},
         settings={"steps": 12000, "lr": 1e-3, "valid_every": 500},
-        hours=0.5,
         seeds=3,
     ),
     Experiment(
@@ -213,10 +204,13 @@ EXPERIMENTS = (
         claim="CIFAR-10 pixel by pixel, 3072 values: linear attention trains where softmax is slow",
         task="images",
         data="cifar10",
-        rows={"linear": Row("linear"), "softmax": Row("softmax"), "multipole": Row("multipole")},
+        rows={
+            "linear": Row("linear", later=1),
+            "multipole": Row("multipole", later=1),
+            "softmax": Row("softmax", later=1),
+        },
         model=IMAGES,
-        settings={"steps": 1000, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 16},
-        hours=0.75,
+        settings={"steps": 2500, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 250, "valid_examples": 16},
     ),
     Experiment(
         name="redraw",
@@ -232,10 +226,9 @@ EXPERIMENTS = (
         },
         model={"layers": 3, "heads": 4, "dim": 128},
         settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 250, "valid_examples": 128},
-        hours=0.5,
         seeds=3,
     ),
-    documents(4096, batch=4, steps=400),
-    documents(8192, batch=4, steps=300),
-    documents(16384, batch=2, steps=300),
+    documents(4096, batch=8),
+    documents(8192, batch=4),
+    documents(16384, batch=2),
 )

@@ -119,7 +119,8 @@ def _picture(path: Path, name: str) -> str:
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:75rem;margin:0 auto;padding:1rem;
 color:#1b1d22;background:#fff}
-svg{width:100%;height:auto}table{border-collapse:collapse;font-size:.9rem}td,th{padding:.2rem .7rem;text-align:right}
+svg{width:100%;min-width:50rem;height:auto}table{border-collapse:collapse;font-size:.9rem}
+td,th{padding:.2rem .7rem;text-align:right;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}tr{border-bottom:1px solid #ddd}.scroll{overflow-x:auto}
 .samples{display:flex;flex-wrap:wrap;gap:1rem}figure{margin:0}img{max-width:100%}pre{overflow-x:auto;font-size:.8rem}"""
 
@@ -136,14 +137,15 @@ def _page(result: Mapping[str, Any], drawing: str) -> str:
     ]
     seeds = sorted({one["seed"] for _, one in every})
     settings = {f"{label}, seed {one['seed']}": one["run"] for label, one in every}
+    claim = f"<p>Claim: {html.escape(result['claim'])}</p>" if "claim" in result else ""
     samples = f'<h2>Samples</h2><div class="samples">{"".join(pictures)}</div>' if pictures else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{result['task']}: runs compared</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{result['task']}: {len(result['runs'])} settings, {len(seeds)} seed(s)</h1>"
+        f"<h1>{result['task']}: {len(result['runs'])} settings, {len(seeds)} seed{'s' * (len(seeds) != 1)}</h1>{claim}"
         "<p>Lines are means over seeds, bands reach from the least to the most of them. Time is that of the steps "
-        f"alone, without validation.</p>{drawing}"
+        f'alone, without validation.</p><div class="scroll">{drawing}</div>'
         f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{"".join(cells)}</tbody></table></div>'
         f"{samples}<h2>Settings</h2><details><summary>of every run</summary>"
         f"<pre>{html.escape(json.dumps(settings, indent=1))}</pre></details></body></html>\n"
