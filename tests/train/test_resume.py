@@ -142,6 +142,7 @@ main(["train", *sys.argv[2:]])
 """
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file")
 def test_a_full_disk_is_one_line_and_the_checkpoints_before_it_stay(tmp_path: Path) -> None:
     options = ["copy", "--set", "length=4", "--steps", "6", "--batch", "4", "--dim", "32", "--save-every", "2",
                "--log-every", "1", "--no-tensorboard", "--out", str(tmp_path / "run")]  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..files import replacing
 from .base import DataError, split_of
 from .hub import HubName, choose_column, is_hub, open_rows
@@ -21,6 +22,15 @@ __all__ = ["draw_digit", "read_idx", "read_images", "write_grid"]
 
 _PICTURES = (".png", ".bmp", ".jpg", ".jpeg")
 _CIFAR_RECORD = 1 + 32 * 32 * 3
+
+
+def _pillow() -> tuple[Any, Any]:
+    """PIL's Image and its error for files that hold none."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ModuleNotFoundError:
+        raise checks.missing_package("reading and writing pictures", "pillow", "train") from None
+    return Image, UnidentifiedImageError
 
 
 def _bytes(path: Path) -> bytes:
@@ -78,8 +88,7 @@ def _sheets(folder: Path, split: str) -> np.ndarray | None:
     paths = sorted(folder.glob("data_batch_*.png" if split == "train" else "test_batch.png"))
     if not paths:
         return None
-    from PIL import Image, UnidentifiedImageError
-
+    Image, UnidentifiedImageError = _pillow()
     parts = []
     for path in paths:
         try:
@@ -136,8 +145,7 @@ def _pictures(folder: Path, split: str) -> np.ndarray | None:
     paths = sorted(p for p in (part or folder).rglob("*") if p.is_file())
     if not any(p.suffix.lower() in _PICTURES for p in paths):
         return None
-    from PIL import Image, UnidentifiedImageError
-
+    Image, UnidentifiedImageError = _pillow()
     found = _Pictures()
     for index, path in enumerate(paths):
         if part is None and split_of(index) != split:
@@ -229,8 +237,7 @@ def draw_digit(digit: int, size: int, generator: torch.Generator) -> Tensor:
 
 def write_grid(path: Path, images: Tensor, columns: int, scale: int = 2) -> None:
     """images (N, height, width, channels) uint8, side by side with a grey line between them, as a PNG."""
-    from PIL import Image
-
+    Image, _ = _pillow()
     count, height, width, channels = images.shape
     rows = -(-count // columns)
     sheet = torch.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 96, dtype=torch.uint8)

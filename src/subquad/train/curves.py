@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import checks
 from ..files import replacing, write_text
 from .collection import comparison_rows
 
@@ -99,7 +100,7 @@ def _figure(result: Mapping[str, Any]) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("curves need matplotlib: pip install 'subquad[lab]'") from None
+        raise checks.missing_package("a page of curves", "matplotlib", "lab") from None
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     panels = (("valid", result["metric"], "steps"), ("valid", result["metric"], "time"), ("train", "loss", "steps"))

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .. import checks
 from ..files import write_text
 
 __all__ = ["Records", "read_records"]
@@ -36,8 +37,12 @@ class Records:
         self.file = self.path.open("a", encoding="utf-8")
         self.board: Any = None
         if tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard.writer import SummaryWriter
+            except ModuleNotFoundError:
+                raise checks.missing_package(
+                    "--tensorboard (or say --no-tensorboard)", "tensorboard", "train"
+                ) from None
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, figures: dict[str, float]) -> None:
