@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from experiments_baselines import baselines
 from experiments_jobs import Experiment, Job
 from experiments_list import EXPERIMENTS
 
@@ -244,6 +245,7 @@ def pages(args: argparse.Namespace, quiet: bool = False) -> None:
             **{name: whole[name] for name in ("task", "metric", "larger_is_better")},
             "experiment": one.name, "claim": one.claim, "date": _now(), "runs": groups,
             "step_seconds": apart if len(apart) == len(groups) else {},
+            "baselines": baselines(Run.from_dict(next(iter(groups.values()))[0]["run"])),
         }  # fmt: skip
         write_json(args.out / one.name / "results.json", result)
         draw_page(result, args.out / one.name)

@@ -90,6 +90,9 @@ def _plot(axes: Any, result: Mapping[str, Any], kind: str, name: str, against: s
     if smaller and len(early) and axes.get_ylim()[1] > 1.05 * max(early):
         bottom = axes.get_ylim()[0]
         axes.set_ylim(bottom, max(early) + 0.05 * abs(max(early) - bottom))
+    if kind == "valid":
+        for number, (label, level) in enumerate((result.get("baselines") or {}).items()):
+            axes.axhline(level, color="#8a8f98", linewidth=1.2, linestyle=(0, (1 + 2 * number, 2)), label=label)
     what = f"{name.replace('_', ' ')} ({'validation' if kind == 'valid' else 'training'})"
     axes.set(xlabel=unit, ylabel=what)
     axes.grid(alpha=0.25)
@@ -157,7 +160,7 @@ def draw_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the plots and the page of `compare`'s or `collect`'s result into `folder`; returns their paths.
 
     `result["step_seconds"]`, seconds per step by label, replaces the time that the runs took, which may have met other
-    work on the machine.
+    work on the machine; `result["baselines"]`, the metric by name, are levels to compare with.
     """
     figure = _figure(result)
     paths = [folder / "curves.png", folder / "curves.svg"]
