@@ -50,7 +50,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _options(spec: Spec, scale: float) -> Options:
-    whole = [spec.chunk, spec.clusters, spec.largest, spec.iterations, spec.exact_keys, spec.past]
+    most = -1 if spec.exact_keys is None else spec.exact_keys
+    whole = [spec.chunk, spec.clusters, spec.largest, spec.iterations, most, spec.past]
     error = -1.0 if spec.error is None else spec.error
     return whole, [error, spec.cap, spec.radius, scale], spec.causal
 
