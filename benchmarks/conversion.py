@@ -170,7 +170,7 @@ def of_long(
         rich = {**SDERF, "num_features": features}
         choices: dict[str, Any] = {
             "uniform": Uniform,
-            f"window {window} + 4 sinks only": {"mechanism": "local", "window": window, "global_tokens": 4},
+            f"window {window} + 4 sinks only": {"mechanism": "local", "window": window, "sinks": 4},
             f"window {window} + 4 sinks, degree 1 far": everywhere(statistics, window, DEGREE1),
             f"window {window} + 4 sinks, SDERF M={features} far": everywhere(statistics, window, rich),
         }

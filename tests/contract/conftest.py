@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 import subquad as sq
-from subquad.kernels import dispatch, native, native_library
+from subquad.kernels import dispatch
+from subquad.kernels.native import library
 from subquad.kernels.operator import Call
 from subquad.mechanisms import MECHANISMS, Mechanism
-from subquad.mechanisms.hybrid import Hybrid
+from subquad.mechanisms.kernelised import Kernelised
+from subquad.mechanisms.sparse import Sparse
+from subquad.mechanisms.windowed import Windowed
 
 
 @dataclass(frozen=True)
@@ -97,19 +100,18 @@ CASES = [Case(name, index) for name, cls in MECHANISMS.items() for index in rang
 
 def _native(case: Case) -> bool:
     """Whether the native kernels take this variant, and no other one here asks them for the same."""
-    if not (case.cls.kernelised or case.name == "hybrid"):
+    if not issubclass(case.cls, (Kernelised, Windowed)):
         return False
     options = case.options
     # One matrix is as good as another to the kernels, and butterflies do not know what comes after them.
     fast = options.get("projection") == "hadamard" and options.get("features") in ("positive", "hyperbolic")
     if case.name == "performer" and options.get("projection", "orthogonal") != "orthogonal" and not fast:
         return False
-    if native_library.missing():
+    if library.missing():
         return case.index == 0  # enough to say why there are none
     made = case.make()
-    feature_map = (made.far if case.name == "hybrid" else made).feature_map
-    probe = torch.zeros(1, 1, 1, 8)
-    return not native.refusal(feature_map, probe, normalise=getattr(made, "normalise", True))
+    assert isinstance(made, (Kernelised, Windowed))
+    return not dispatch.BACKENDS["native"].refusal(made._spec(True), Call(1.0), torch.zeros(1, 1, 1, 8))
 
 
 CASES += [replace(case, backend="native") for case in CASES if _native(case)]
@@ -128,25 +130,18 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     case = next((x for x in given.params.values() if isinstance(x, Case)), None) if given else None
     if case is None or case.backend is None:
         return
-    reason = native_library.missing()
+    reason = library.missing()
     if reason:
         if os.environ.get("SUBQUAD_REQUIRE_NATIVE"):
             pytest.fail(reason)
         pytest.skip(reason)
 
-    def named(call: Call) -> Call:
-        return call._replace(backend=case.backend) if call.backend is None else call
-
-    choose, choose_hybrid = dispatch.choose, Hybrid._backend
+    choose = dispatch.choose
 
     def chosen(backends: Any, spec: Any, call: Call, *args: Any) -> Any:
-        return choose(backends, spec, named(call), *args)
-
-    def chosen_hybrid(self: Hybrid, call: Call, *args: Any) -> str:
-        return choose_hybrid(self, named(call), *args)
+        return choose(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
     monkeypatch.setattr(dispatch, "choose", chosen)
-    monkeypatch.setattr(Hybrid, "_backend", chosen_hybrid)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -159,6 +154,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ("float64_case", [case for case in CASES if case.backend is None]),
         ("causal_case", [case for case in CASES if case.cls.causal]),
         ("recurrent_case", [case for case in CASES if case.cls.recurrent]),
+        # Where a token's place among the others counts.
+        ("placed_case", [case for case in CASES if issubclass(case.cls, (Windowed, Sparse))]),
         ("kernelised_case", [case for case in CASES if case.cls.kernelised]),
     ):
         if fixture in metafunc.fixturenames:

@@ -99,6 +99,7 @@ def create(
     cls = _lookup(mechanism)
     if head_dim is None:
         raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")
+    options = cls.without_aliases(options)
     checks.check_options(f"mechanism {cls.name!r}", options, cls.options())
     return cls(head_dim, heads, kv_heads, **options)
 
