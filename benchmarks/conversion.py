@@ -43,11 +43,11 @@ from transformers import AutoModel, AutoTokenizer
 
 import subquad as sq
 from subquad.hf.calibration import calibrate_layers
-from subquad.hf.head_groups import HeadGroups
 from subquad.hf.layer_plan import plan_layers
 from subquad.hf.plan_candidates import default_candidates
 from subquad.lab import interleave
 from subquad.lab.quality import Uniform, embeddings
+from subquad.mechanisms.head_groups import HeadGroups
 
 
 def sentences(study: Study, arguments: argparse.Namespace) -> None:

@@ -77,8 +77,9 @@ def _dense(
             old = old.expand_as(unseen).masked_fill(unseen, float("-inf"))
             logs.append(old)
             parts.append((old_values, old, past.weighted, past.normaliser))
-    if spec.normalise:
-        shift = finite(torch.cat(logs, -1).detach().amax(-1, keepdim=True))
+    every = torch.cat(logs, -1).detach()
+    if spec.normalise and every.shape[-1]:
+        shift = finite(every.amax(-1, keepdim=True))
     else:
         shift = rows.new_zeros((*rows.shape[:-1], 1))
     numerator, normaliser = rows.new_zeros(()), rows.new_zeros(())

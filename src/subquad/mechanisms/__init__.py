@@ -10,6 +10,7 @@ from .. import checks
 from .base import Mechanism
 from .clustered import Clustered, ImprovedClustered
 from .efficient import Efficient
+from .head_groups import HeadGroups
 from .hedgehog import Hedgehog
 from .hybrid import Hybrid
 from .kernelised import Kernelised
@@ -24,7 +25,7 @@ from .softmax import Softmax
 from .sparse import Sparse
 from .taylor import Taylor
 
-__all__ = ["MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
+__all__ = ["COMBINED", "MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "clustered": Clustered,
@@ -45,6 +46,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 }
 
 
+# Made of other mechanisms, which have to be named: in no list of what one could try, but created and tested like them.
+COMBINED: dict[str, type[Mechanism]] = {"head-groups": HeadGroups}
+
+
 def _lookup(name: object) -> type[Mechanism]:
     if isinstance(name, type) and issubclass(name, Mechanism):
         if not hasattr(name, "name"):
@@ -52,6 +57,8 @@ def _lookup(name: object) -> type[Mechanism]:
         return name
     if not isinstance(name, str):
         raise TypeError(f"mechanism must be a name, a Mechanism class or a Mechanism object, got {type(name).__name__}")
+    if name in COMBINED:
+        return COMBINED[name]
     if name not in MECHANISMS:
         hint = checks.nearest(name, MECHANISMS)
         raise ValueError(f"mechanism {name!r} is not known; expected one of {sorted(MECHANISMS)}{hint}")

@@ -8,8 +8,8 @@ import torch
 
 import subquad as sq
 from subquad.features.calibration import balancing_map
-from subquad.hf.head_groups import HeadGroups, HeadGroupsState
 from subquad.hf.restoring import rebuild
+from subquad.mechanisms.head_groups import HeadGroups, HeadGroupsState
 
 D, H = 8, 4
 SDERF = {
@@ -85,15 +85,13 @@ def test_absorb_and_read_for_cross_attention():
     torch.testing.assert_close(attn.read(q, attn.absorb(k, v)), attn(q, k, v), rtol=1e-9, atol=1e-9)
 
 
-def test_a_backend_that_only_some_parts_know_is_left_to_each_of_them():
+def test_a_named_backend_is_used_by_every_part_or_refused():
     q, k, v = inputs(dtype=torch.float32)
-    mechanism = HeadGroups(
-        D, H, groups=[{"heads": [0, 1], "mechanism": "taylor"}, {"heads": [2, 3], "mechanism": "linear"}]
-    )
-    want = mechanism.read(q, mechanism.absorb(k, v))
-    state = mechanism.absorb(k, v, backend="triton")  # refused by each part on the CPU
-    torch.testing.assert_close(mechanism.read(q, state, backend="triton"), want)
-    torch.testing.assert_close(mechanism(q, k, v, backend="triton"), mechanism(q, k, v))
+    groups = [{"heads": [0, 1], "mechanism": "taylor"}, {"heads": [2, 3], "mechanism": "linear"}]
+    mechanism = HeadGroups(D, H, groups=groups)
+    torch.testing.assert_close(mechanism(q, k, v, backend="chunked"), mechanism(q, k, v), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="backend='triton' cannot take this call"):
+        mechanism.absorb(k, v, backend="triton")
 
 
 def test_balancing_map_equalises_covariances_and_keeps_every_score():

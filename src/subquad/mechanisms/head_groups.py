@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..features.calibration import Calibration, balancing_map, calibrations
-from ..features.precision import Float32Buffers
+from ..features.precision import Float32Buffers, full_precision
 from ..features.random import ExponentialFeatures
 from ..kernels.operator import Call
-from ..mechanisms import Mechanism, create
-from ..state import check_same, merge, register_state
+from ..state import check_continues, check_same, merge, register_state
+from .base import Mechanism
 
 __all__ = ["HeadGroups", "HeadGroupsState"]
 
@@ -86,7 +86,8 @@ class _Balance(Float32Buffers):
         """x (B, G H, L, D) in the new coordinates; one matrix per KV head."""
         groups = x.shape[1] // matrix.shape[0]
         matrix = matrix.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(groups, 0)
-        return (x.to(matrix.dtype) @ matrix.mT).to(x.dtype)
+        with full_precision(x):
+            return (x.to(matrix.dtype) @ matrix.mT).to(x.dtype)
 
 
 def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[list[int], dict[str, Any]]]:
@@ -120,8 +121,7 @@ class HeadGroups(Mechanism):
     It is causal, recurrent and of constant memory where all of its mechanisms are.
 
     >>> import torch, subquad as sq
-    >>> from subquad.hf.head_groups import HeadGroups
-    >>> attn = HeadGroups(8, 3, groups=[
+    >>> attn = sq.create("head-groups", 8, 3, groups=[
     ...     {"heads": [0, 2], "mechanism": "local", "window": 4},
     ...     {"heads": [1], "mechanism": "taylor", "degree": 1}])
     >>> q, k, v = torch.randn(3, 1, 3, 20, 8)
@@ -134,7 +134,20 @@ class HeadGroups(Mechanism):
     equation = "mechanism_g(T q, T^-T k, v) for the heads of group g"
     paper = "a mechanism per head, after what each head does"
     complexity = "that of its mechanisms"
-    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = ()
+    recurrent = True
+    constant_memory = True
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "groups": [
+                {"heads": [1], "mechanism": "local", "window": 4, "sinks": 1},
+                {"heads": [0], "mechanism": "performer", "num_features": 24, "seed": 3},
+            ]
+        },
+        {
+            "groups": [{"heads": [1, 0], "mechanism": "performer", "num_features": 24, "seed": 3}],
+            "balance": True,
+        },
+    )
 
     def __init__(
         self,
@@ -153,6 +166,8 @@ class HeadGroups(Mechanism):
         per = self.heads // count
         self.members = nn.ModuleList()
         self._heads: list[list[int]] = []
+        from . import create  # the package lists this file as well
+
         for numbers, options in _parse(groups, count):
             made = create(options.pop("mechanism"), head_dim, len(numbers) * per, len(numbers), **options)
             self.members.append(made)
@@ -270,15 +285,18 @@ class HeadGroups(Mechanism):
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         return out if self.in_order else out.index_select(1, self.restore)
 
+    @property
+    def absorbs(self) -> bool:
+        """Whether all of its mechanisms do."""
+        return all(part.absorbs for part in self.parts())
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         q, k = self._balanced(q, k)
-        named = _for_all(call)
-        return self._joined(
-            [
-                part(*self._split(i, q, k, v), **named, query_mask=call.query_mask, is_causal=is_causal)
-                for i, part in enumerate(self.parts())
-            ]
-        )
+        outs = []
+        for i, part in enumerate(self.parts()):
+            rows, keys, values = self._split(i, q, k, v)
+            outs.append(part._attend(rows, keys, values, call, is_causal=is_causal))
+        return self._joined(outs)
 
     def _origin(self, scale: float) -> str:
         return f"head-groups {self._heads} of {[type(part).__name__ for part in self.parts()]} scale {scale:.9g}"
@@ -286,23 +304,17 @@ class HeadGroups(Mechanism):
     def _states(self, state: Any, scale: float) -> Sequence[Any]:
         if state is None:
             return [None] * len(self._heads)
-        if not isinstance(state, HeadGroupsState):
-            raise TypeError(f"state must be a HeadGroupsState from head-groups' scan(), got {type(state).__name__}")
-        if state.origin != self._origin(scale):
-            raise ValueError(
-                f"the state was made by {state.origin!r}, this call is {self._origin(scale)!r}; "
-                "a state can only be continued by the mechanism that made it"
-            )
-        return state.parts
+        check_continues(state, HeadGroupsState, self._origin(scale), "head-groups' scan() or absorb()")
+        parts: tuple[Any, ...] = state.parts
+        return parts
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, HeadGroupsState]:
         states = self._states(state, call.scale)
         q, k = self._balanced(q, k)
-        named = _for_all(call)
         outs, after = [], []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
-            out, grown = part.scan(rows, keys, values, states[i], **named)
+            out, grown = part._scan(rows, keys, values, states[i], call)
             outs.append(out)
             after.append(grown)
         return self._joined(outs), HeadGroupsState(tuple(after), self._origin(call.scale))
@@ -310,34 +322,20 @@ class HeadGroups(Mechanism):
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> HeadGroupsState:
         states = self._states(state, call.scale)
         _, k = self._balanced(None, k)
-        named = _for_all(call)
         after = []
         for i, part in enumerate(self.parts()):
             _, keys, values = self._split(i, None, k, v)
-            after.append(part.absorb(keys, values, states[i], **named))
+            after.append(part._absorb(keys, values, states[i], call))
         return HeadGroupsState(tuple(after), self._origin(call.scale))
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         states = self._states(state, call.scale)
         q, _ = self._balanced(q, None)
-        named = _for_all(call)
-        del named["key_mask"]
-        return self._joined(
-            [part.read(self._split(i, q)[0], states[i], **named) for i, part in enumerate(self.parts())]
-        )
+        parts = enumerate(self.parts())
+        return self._joined([part._read(self._split(i, q)[0], states[i], call) for i, part in parts])
 
 
 _SHAPE = ("head_dim", "heads", "kv_heads")
-
-
-def _for_all(call: Call) -> dict[str, Any]:
-    """A call that every group takes: backends beyond these are names of some mechanisms only, None is the fastest."""
-    return {
-        "scale": call.scale,
-        "key_mask": call.key_mask,
-        "backend": call.backend if call.backend in ("reference", "chunked") else None,
-        "chunk_size": call.chunk_size,
-    }
 
 
 def _use(part: nn.Module) -> None:
