@@ -7,7 +7,7 @@
 // others are exact, and so is the query's own chunk in causal calls.
 #pragma once
 
-#include "../problem.h"
+#include "../call.h"
 
 struct SqMultipole {
   int64_t batch, heads_q, heads_kv, length_q, length_k, dim, width;  // width = E

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native_library as library
 from ..checkpointing import tracing
-from ..native_library import DTYPES, StridedTensor
-from ..native_operators import check_status
-from ..native_transforms import narrow, widen_all
+from ..native import library
+from ..native.library import DTYPES, StridedTensor
+from ..native.operators import check_status, narrow, widen_all
 from ..operator import Backend, Call, differentiable_once
 from .definition import Choices, Inspection, Spec
 
