@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from subquad import cli
 from subquad.hf import convert, load
-from subquad.hf.families import find_layers
-from subquad.hf.interface import mechanism_of
+from subquad.hf.conversion.interface import mechanism_of
+from subquad.hf.conversion.layers import find_layers
 from subquad.lab.converted import lengthened, memory_of, pays_from, time_models
 from subquad.lab.quality import figure, kind_of, read_documents, to_batches
 
@@ -85,10 +85,10 @@ def test_documents_kept_aside_are_used_for_nothing_else(
                 seen[where].add(tuple(row[mask.bool()].tolist()))
 
     from subquad import hf
-    from subquad.hf import distillation
+    from subquad.hf.distillation import distilling
     from subquad.lab import quality
 
-    true_convert, true_distill, true_figure = hf.convert, distillation.distill, quality.figure
+    true_convert, true_distill, true_figure = hf.convert, distilling.distill, quality.figure
 
     def converting(*args: Any, calibration: Any = (), **options: Any) -> Any:
         note("calibration", calibration or ())
@@ -103,7 +103,7 @@ def test_documents_kept_aside_are_used_for_nothing_else(
         return true_figure(kind, model, batches, **options)
 
     monkeypatch.setattr(hf, "convert", converting)
-    monkeypatch.setattr(distillation, "distill", distilling)
+    monkeypatch.setattr(distilling, "distill", distilling)
     monkeypatch.setattr(quality, "figure", measuring)
     ran = invoke(
         saved(tmp_path, "bert"), "--mechanism", "hedgehog", "--calibrate", ids, "--distill", ids, "--steps", 1,

@@ -8,8 +8,8 @@ import torch
 
 import subquad as sq
 from subquad.features.calibration import balancing_map
+from subquad.hf.conversion.restoring import rebuild
 from subquad.hf.head_groups import HeadGroups, HeadGroupsState
-from subquad.hf.restoring import rebuild
 
 D, H = 8, 4
 SDERF = {

@@ -10,7 +10,7 @@ from subquad.cli.terminal import numbers, progress, user_errors
 from subquad.files import check_writable
 
 if TYPE_CHECKING:
-    from subquad.hf.conversion_report import ConversionReport
+    from subquad.hf.conversion.report import ConversionReport
 
 __all__ = ["convert"]
 
@@ -100,9 +100,9 @@ def convert(
     from transformers.utils import logging
 
     from subquad import hf
-    from subquad.hf.distillation import distill as run_distillation
-    from subquad.hf.restoring import saved_class
-    from subquad.hf.tokenization import saved_tokenizer
+    from subquad.hf.conversion.restoring import saved_class
+    from subquad.hf.distillation.distilling import distill as run_distillation
+    from subquad.hf.models.tokenization import saved_tokenizer
     from subquad.lab import machine, write_json
     from subquad.lab.converted import memory_of, pays_from, time_models
     from subquad.lab.quality import KINDS, figure, kind_of, to_batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..mechanisms import create
+from ...mechanisms import create
 
 __all__ = ["default_candidates", "seeded", "with_causal_form"]
 

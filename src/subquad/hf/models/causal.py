@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .. import checks
-from .cache import StateCache
+from ... import checks
+from ..cache import StateCache
 from .configuration import SubquadConfig
-from .modeling import SubquadModel, SubquadPreTrainedModel
+from .stack_model import SubquadModel, SubquadPreTrainedModel
 
 __all__ = ["SubquadForCausalLM"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerBase
 
-from .restoring import read_config
+from ..conversion.restoring import read_config
 
 __all__ = ["ByteTokenizer", "saved_tokenizer"]
 

@@ -14,10 +14,10 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 
-from .. import checks
-from ..nn.pooling import pool
+from ... import checks
+from ...nn.pooling import pool
 from .configuration import SubquadConfig
-from .modeling import Head, SubquadModel, SubquadPreTrainedModel
+from .stack_model import Head, SubquadModel, SubquadPreTrainedModel
 
 __all__ = [
     "SubquadForCTC",

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..mechanisms import Mechanism
+from ...mechanisms import Mechanism
 from .attachment import attach, detach, implementations, record_conversion
 from .capturing import LayerSample, capture
 from .choice import Assignment, assign, needs_calibration, seen_as
-from .conversion_report import ConversionReport, Errors, LayerReport, total_tokens
-from .families import known_layers
 from .interface import mechanism_of
+from .layers import known_layers
+from .report import ConversionReport, Errors, LayerReport, total_tokens
 
 __all__ = ["convert", "revert"]
 

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .. import checks
-from .distillation_losses import attention_loss, model_loss
-from .distillation_memory import Kept
-from .distillation_state import Checkpoint, Stage
-from .families import known_layers
-from .interface import mechanism_of
-from .output_projections import projection_names
+from ... import checks
+from ..conversion.interface import mechanism_of
+from ..conversion.layers import known_layers
+from ..conversion.output_projections import projection_names
+from .checkpoint import Checkpoint, Stage
+from .losses import attention_loss, model_loss
+from .memory import Kept
 from .trainable import attention_tensors, bounded, gradients_off, trainable_buffers
 
 __all__ = ["DistillationReport", "distill"]
@@ -106,7 +106,7 @@ def distill(
                  continues from it, and it is removed when the run is complete
 
     >>> import copy, torch, subquad as sq
-    >>> from subquad.hf.distillation import distill
+    >>> from subquad.hf.distillation.distilling import distill
     >>> teacher = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 1).eval()
     >>> batches = [torch.randn(2, 30, 16) for _ in range(2)]
     >>> student, _ = sq.hf.convert(copy.deepcopy(teacher), "hedgehog")

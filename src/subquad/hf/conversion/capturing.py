@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from .families import AttentionLayer, known_layers
+from ... import checks
 from .interface import IMPLEMENTATION, Seen, recording
+from .layers import AttentionLayer, known_layers
 from .torch_modules import watched
 
 __all__ = ["LayerSample", "capture", "run", "select_layers", "through_interface"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from .. import checks
-from ..nn.config import CONFIG_VERSION, ModelConfig, check_version, mechanism_data
+from ... import checks
+from ...nn.config import CONFIG_VERSION, ModelConfig, check_version, mechanism_data
 
 __all__ = ["SubquadConfig"]
 

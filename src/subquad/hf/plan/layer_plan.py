@@ -1,6 +1,6 @@
 """Which mechanism for which head: the cheapest mix whose error stays below a target, or the best one within a time.
 
-1. statistics of every layer (calibration.py), from the first batches;
+1. statistics of every layer (statistics.py), from the first batches;
 2. every candidate is built, calibrated and run on what the layers saw in the other batches: squared error of each head,
    weighed by the output projection, relative to the layer's own output;
 3. every candidate is timed on this machine, per head and token;
@@ -22,20 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from ..features.seeded import Projection
-from ..mechanisms import Mechanism, create
-from ..mechanisms.softmax import Softmax
-from ..planning.baselines import uniform_attention
-from ..planning.cost import attention_costs
-from .calibration import LayerStatistics, gather
-from .capturing import LayerSample, capture
-from .conversion_report import in_brief
-from .families import AttentionLayer, known_layers
-from .head_groups import HeadGroups
-from .output_projections import output_weight
-from .plan_candidates import default_candidates, seeded, with_causal_form
-from .plan_search import search
+from ... import checks
+from ...features.seeded import Projection
+from ...mechanisms import Mechanism, create
+from ...mechanisms.softmax import Softmax
+from ...planning.baselines import uniform_attention
+from ...planning.cost import attention_costs
+from ..conversion.capturing import LayerSample, capture
+from ..conversion.layers import AttentionLayer, known_layers
+from ..conversion.output_projections import output_weight
+from ..conversion.report import in_brief
+from ..head_groups import HeadGroups
+from .candidates import default_candidates, seeded, with_causal_form
+from .search import search
+from .statistics import LayerStatistics, gather
 
 __all__ = ["LayerChoice", "LayerPlan", "plan_layers"]
 

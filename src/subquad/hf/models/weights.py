@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nn.config import MechanismChoice
+from ...nn.config import MechanismChoice
+from .causal import SubquadForCausalLM
 from .configuration import SubquadConfig
-from .modeling_causal import SubquadForCausalLM
 
 __all__ = ["from_transformers"]
 

@@ -20,12 +20,12 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..mechanisms import Mechanism, create
+from ...mechanisms import Mechanism, create
+from ..models.loading import settle
 from .attachment import NOTE, VERSION, attach, base_of, implementations
 from .choice import by_name
-from .families import find_layers
 from .interface import mechanism_of
-from .loading import settle
+from .layers import find_layers
 
 __all__ = ["load", "read_config", "rebuild", "saved_class"]
 
@@ -165,7 +165,7 @@ def saved_class(folder: str | os.PathLike[str]) -> Any:
     config = read_config(folder)
     names = config.get("architectures") or []
     ours = config.get("model_type") == "subquad"
-    source = importlib.import_module(__package__) if ours else transformers
+    source = importlib.import_module("subquad.hf") if ours else transformers
     kind = getattr(source, names[0], None) if names else None
     if kind is None:
         raise ValueError(

@@ -1,6 +1,6 @@
 """What a student learns from in distillation: the attention of its teacher, layer by layer, and the whole teacher.
 
-What the teacher gave is kept between steps as far as memory allows (`distillation_memory.py`): it does not change.
+What the teacher gave is kept between steps as far as memory allows (`memory.py`): it does not change.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mechanisms.softmax import Softmax
-from ..nn.pooling import pool
-from .capturing import capture, run
-from .distillation_memory import Kept
-from .families import known_layers
-from .interface import mechanism_of
-from .output_projections import output_weight
+from ...mechanisms.softmax import Softmax
+from ...nn.pooling import pool
+from ..conversion.capturing import capture, run
+from ..conversion.interface import mechanism_of
+from ..conversion.layers import known_layers
+from ..conversion.output_projections import output_weight
+from .memory import Kept
 from .trainable import loss_between
 
 __all__ = ["attention_loss", "model_loss", "output_loss"]

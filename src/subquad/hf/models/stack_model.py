@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .. import checks
-from ..features.precision import Float32Buffers
-from ..kernels.checkpointing import tracing
-from ..nn import TransformerDecoder, TransformerEncoder
-from ..nn.attention import calibrating, check_sequence, reset_linear
-from ..nn.choice import draw_seed
-from ..nn.packing import run_packed
-from ..nn.stack import Stack
-from .cache import StateCache
+from ... import checks
+from ...features.precision import Float32Buffers
+from ...kernels.checkpointing import tracing
+from ...nn import TransformerDecoder, TransformerEncoder
+from ...nn.attention import calibrating, check_sequence, reset_linear
+from ...nn.choice import draw_seed
+from ...nn.packing import run_packed
+from ...nn.stack import Stack
+from ..cache import StateCache
 from .configuration import SubquadConfig
 from .loading import load_strictly, settle, shared_names
 

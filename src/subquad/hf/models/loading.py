@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from .. import checks
-from ..features.calibration import Calibration
-from ..features.precision import Float32Buffers
-from ..features.seeded import Projection
+from ... import checks
+from ...features.calibration import Calibration
+from ...features.precision import Float32Buffers
+from ...features.seeded import Projection
 
 __all__ = ["load_strictly", "settle", "shared_names"]
 

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..mechanisms import Mechanism
-from .families import AttentionLayer
+from ...mechanisms import Mechanism
 from .interface import IMPLEMENTATION, gate, unhook
+from .layers import AttentionLayer
 from .torch_modules import convert_torch, revert_torch
 
 __all__ = ["NOTE", "VERSION", "attach", "base_of", "detach", "implementations", "record_conversion"]

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..features.calibration import Calibration
-from ..mechanisms import Mechanism
-from ..nn.choice import make_mechanism, per_layer
+from ...features.calibration import Calibration
+from ...mechanisms import Mechanism
+from ...nn.choice import make_mechanism, per_layer
+from ..head_groups import HeadGroups
 from .capturing import LayerSample, select_layers
-from .families import AttentionLayer
-from .head_groups import HeadGroups
+from .layers import AttentionLayer
 
 __all__ = ["Assignment", "assign", "by_name", "needs_calibration", "seen_as"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..mechanisms import Mechanism
+from ...mechanisms import Mechanism
 from .interface import Seen, active_recorder, mechanism_of, unhook
 from .masks import Visible, visible_keys
 

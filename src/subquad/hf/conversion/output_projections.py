@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .families import AttentionLayer
+from .layers import AttentionLayer
 
 __all__ = ["output_projection", "output_weight", "projection_names"]
 
@@ -35,7 +35,7 @@ def _below(module: nn.Module, path: str) -> nn.Module | None:
 def output_projection(model: nn.Module, layer: AttentionLayer) -> tuple[str, nn.Module] | None:
     """Name and module of the linear map after the heads of `layer`, None where none is known.
 
-    >>> from subquad.hf.families import find_layers
+    >>> from subquad.hf.conversion.layers import find_layers
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)
     >>> output_projection(model, find_layers(model)[0])[0]
     'layers.0.self_attn.out_proj'
@@ -71,7 +71,7 @@ def output_weight(model: nn.Module, layer: AttentionLayer, heads: int, width: in
 def projection_names(model: nn.Module, layers: list[AttentionLayer]) -> list[str]:
     """Full names of the linear maps of these layers: q, k, v and the output.
 
-    >>> from subquad.hf.families import find_layers
+    >>> from subquad.hf.conversion.layers import find_layers
     >>> from transformers import BertConfig, BertModel
     >>> small = BertConfig(vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     >>> model = BertModel(small)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..features.calibration import Calibration
-from ..features.random import ExponentialFeatures
-from ..mechanisms import Mechanism
-from .capturing import LayerSample, capture
-from .head_groups import HeadGroups
+from ...features.calibration import Calibration
+from ...features.random import ExponentialFeatures
+from ...mechanisms import Mechanism
+from ..conversion.capturing import LayerSample, capture
+from ..head_groups import HeadGroups
 
 __all__ = ["LayerStatistics", "calibrate_layers", "gather"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .. import checks
-from ..nn.schedule import RedrawSchedule
+from ... import checks
+from ...nn.schedule import RedrawSchedule
 
 __all__ = ["RedrawCallback"]
 

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..mechanisms import Mechanism
-from .cache import StateLayer, layer_of
+from ...mechanisms import Mechanism
+from ..cache import StateLayer, layer_of
 from .masks import dense_mask, subquad_mask, visible_keys
 
 __all__ = [

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import replacing
+from ...files import replacing
 
 __all__ = ["Checkpoint", "Stage"]
 

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..features.calibration import Calibration
-from ..features.polynomial import PolynomialFeatures
-from ..features.random import ExponentialFeatures, RandomFeatures
-from .interface import mechanism_of
+from ...features.calibration import Calibration
+from ...features.polynomial import PolynomialFeatures
+from ...features.random import ExponentialFeatures, RandomFeatures
+from ..conversion.interface import mechanism_of
 
 __all__ = ["attention_tensors", "bounded", "gradients_off", "loss_between", "trainable_buffers"]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..mechanisms import Mechanism, create
-from ..mechanisms.softmax import Softmax
-from ..plain_text import columns
-from ..planning.baselines import uniform_attention
+from ...mechanisms import Mechanism, create
+from ...mechanisms.softmax import Softmax
+from ...plain_text import columns
+from ...planning.baselines import uniform_attention
 from .capturing import LayerSample
-from .families import AttentionLayer
+from .layers import AttentionLayer
 
 __all__ = ["ConversionReport", "Errors", "LayerReport", "in_brief", "total_tokens"]
 

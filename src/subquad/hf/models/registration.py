@@ -13,15 +13,15 @@ from transformers import (
     AutoTokenizer,
 )
 
+from .causal import SubquadForCausalLM
 from .configuration import SubquadConfig
-from .modeling import SubquadModel
-from .modeling_causal import SubquadForCausalLM
-from .modeling_heads import (
+from .heads import (
     SubquadForCTC,
     SubquadForMaskedLM,
     SubquadForSequenceClassification,
     SubquadForTokenClassification,
 )
+from .stack_model import SubquadModel
 from .tokenization import ByteTokenizer
 
 __all__ = ["register"]
