@@ -85,10 +85,10 @@ def test_documents_kept_aside_are_used_for_nothing_else(
                 seen[where].add(tuple(row[mask.bool()].tolist()))
 
     from subquad import hf
-    from subquad.hf.distillation import distilling
+    from subquad.hf.distillation import distilling as training
     from subquad.lab import quality
 
-    true_convert, true_distill, true_figure = hf.convert, distilling.distill, quality.figure
+    true_convert, true_distill, true_figure = hf.convert, training.distill, quality.figure
 
     def converting(*args: Any, calibration: Any = (), **options: Any) -> Any:
         note("calibration", calibration or ())
@@ -103,7 +103,7 @@ def test_documents_kept_aside_are_used_for_nothing_else(
         return true_figure(kind, model, batches, **options)
 
     monkeypatch.setattr(hf, "convert", converting)
-    monkeypatch.setattr(distilling, "distill", distilling)
+    monkeypatch.setattr(training, "distill", distilling)
     monkeypatch.setattr(quality, "figure", measuring)
     ran = invoke(
         saved(tmp_path, "bert"), "--mechanism", "hedgehog", "--calibrate", ids, "--distill", ids, "--steps", 1,

@@ -1,40 +1,49 @@
 """Putting mechanisms into the attention modules of a model and taking them out again, and the note about it that the
 model's config keeps.
 
-    config.subquad_conversion = {"version": 1, "layers": {module name: mechanism config}}
+    config.subquad_conversion = {"version": 1, "layers": {module name: mechanism config}, "facts": {module name: ...}}
 
 The names are those in the base model (without "bert." or "model." in front), so that the note also fits a model of
-the same family with another head.
+the same family with another head. Every transformers model inside a wrapper has a note of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ...mechanisms import Mechanism
-from .interface import IMPLEMENTATION, gate, unhook
+from .attending import Converted
+from .interface import LayerConfig, exact_config, unhook
 from .layers import AttentionLayer
 from .torch_modules import convert_torch, revert_torch
 
-__all__ = ["NOTE", "VERSION", "attach", "base_of", "detach", "implementations", "record_conversion"]
+__all__ = ["NOTE", "VERSION", "attach", "base_of", "detach", "outermost", "record_conversion"]
 
 NOTE, VERSION = "subquad_conversion", 1
-# What a config said before, kept beside it and not in it, since a config writes everything it has to its file.
-_BEFORE = "_subquad_attn_implementations"
 
 
 def attach(model: nn.Module, layer: AttentionLayer, mechanism: Mechanism) -> None:
-    """Give the layer's module its mechanism, as the child `subquad`."""
+    """Give the layer's module its mechanism, as the child `subquad`.
+
+    An exact one is only kept there: the module goes on calling its own attention function.
+    """
     if isinstance(layer.module, nn.MultiheadAttention):
         convert_torch(model, layer.module, mechanism)
         return
     layer.module.add_module("subquad", mechanism)
-    object.__setattr__(layer.module, "subquad_cross", layer.cross)
-    layer.module.register_forward_pre_hook(gate, with_kwargs=True)
+    if mechanism.exact:
+        return
+    converted = Converted(layer.name, layer.is_causal, layer.cross)
+    layer.module.config = LayerConfig(layer.module.config, converted)  # type: ignore[assignment]
+    layer.module.register_forward_pre_hook(converted.before, with_kwargs=True)
+    layer.module.register_forward_hook(converted.after)
+    for whole in outermost(model):
+        if refuse_weights not in whole._forward_pre_hooks.values():
+            whole.register_forward_pre_hook(refuse_weights, with_kwargs=True)
 
 
 def detach(model: nn.Module, layer: AttentionLayer) -> None:
@@ -43,21 +52,37 @@ def detach(model: nn.Module, layer: AttentionLayer) -> None:
         revert_torch(model, layer.module)
         return
     del layer.module._modules["subquad"]
-    layer.module.__dict__.pop("subquad_cross", None)
-    unhook(layer.module, gate)
+    config: Any = layer.module.config
+    if not isinstance(config, LayerConfig):
+        return
+    converted: Any = config.attend
+    layer.module.config = exact_config(layer.module)
+    unhook(layer.module, converted.before)
+    for key, hook in list(layer.module._forward_hooks.items()):
+        if hook == converted.after:
+            del layer.module._forward_hooks[key]
+    for whole in outermost(model):
+        if not any(isinstance(getattr(module, "config", None), LayerConfig) for module in whole.modules()):
+            unhook(whole, refuse_weights)
 
 
-def implementations(model: nn.Module, *, converted: bool) -> None:
-    """Let every config of `model` name our attention function, or again what it named before."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if not hasattr(config, "_attn_implementation"):
-            continue
-        if converted and config._attn_implementation != IMPLEMENTATION:
-            object.__setattr__(module, _BEFORE, config._attn_implementation)
-            config._attn_implementation_internal = IMPLEMENTATION
-        elif not converted and config._attn_implementation == IMPLEMENTATION:
-            config._attn_implementation_internal = module.__dict__.pop(_BEFORE, None) or "sdpa"
+def refuse_weights(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before each call of a converted model: weights that are never formed are not promised."""
+    config: Any = getattr(model, "config", None)
+    if kwargs.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise ValueError(
+            f"{type(model).__name__} has converted attention layers, and output_attentions=True was asked for: "
+            "sub-quadratic attention never forms the (L, S) weights. Call the model without it"
+        )
+
+
+def outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
+    """The transformers models in `model` that are not part of another one; the model itself where it is one."""
+    if isinstance(model, PreTrainedModel):
+        yield model
+        return
+    for child in model.children():
+        yield from outermost(child)
 
 
 def base_of(model: nn.Module) -> tuple[nn.Module, str]:
@@ -67,14 +92,25 @@ def base_of(model: nn.Module) -> tuple[nn.Module, str]:
     return (base, f"{prefix}.") if isinstance(base, nn.Module) else (model, "")
 
 
-def record_conversion(model: nn.Module, layers: Mapping[str, Any] | None) -> None:
-    """Write the note into the model's config, or remove it (None)."""
-    if not isinstance(model, PreTrainedModel):
-        return
-    if layers is None:
-        model.config.__dict__.pop(NOTE, None)
-        return
-    _, prefix = base_of(model)
-    if all(name.startswith(prefix) for name in layers):
-        layers = {name[len(prefix) :]: config for name, config in layers.items()}
-    setattr(model.config, NOTE, {"version": VERSION, "layers": dict(layers)})
+def record_conversion(model: nn.Module, layers: Mapping[str, Any] | None, facts: Mapping[str, Any]) -> None:
+    """Write the note into the config of every transformers model in `model`, or remove it (None).
+
+    layers, facts: by the names that modules have in `model`
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    for whole in outermost(model):
+        whole.config.__dict__.pop(NOTE, None)
+        if layers is None:
+            continue
+        start = f"{names[id(whole)]}." if names[id(whole)] else ""
+        own = {name.removeprefix(start): config for name, config in layers.items() if name.startswith(start)}
+        if not own:
+            continue
+        _, prefix = base_of(whole)
+        cut = prefix if all(name.startswith(prefix) for name in own) else ""
+        note = {
+            "version": VERSION,
+            "layers": {name.removeprefix(cut): config for name, config in own.items()},
+            "facts": {name.removeprefix(cut): facts[start + name] for name in own if start + name in facts},
+        }
+        setattr(whole.config, NOTE, note)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import checks
-from .interface import IMPLEMENTATION, Seen, recording
+from ...nn.packing import run_packed
+from .attending import joined, unjoined
+from .interface import Attend, Call, LayerConfig, Seen, exact_config
 from .layers import AttentionLayer, known_layers
 from .torch_modules import watched
 
-__all__ = ["LayerSample", "capture", "run", "select_layers", "through_interface"]
+__all__ = ["LayerSample", "capture", "evaluating", "run", "select_layers", "watching"]
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,10 @@ def run(model: nn.Module, batch: Any) -> Any:
 
     if isinstance(batch, Mapping):
         arguments = {name: moved(x) for name, x in batch.items()}
-        if "use_cache" in inspect.signature(model.forward).parameters:
+        names = list(inspect.signature(model.forward).parameters)
+        if names and names[0] in ("input", "features") and names[0] not in arguments:
+            return model(arguments)  # sentence-transformers and their modules take the whole dict
+        if "use_cache" in names:
             arguments.setdefault("use_cache", False)
         return model(**arguments)
     if isinstance(batch, Tensor):
@@ -124,23 +129,34 @@ def run(model: nn.Module, batch: Any) -> Any:
     )
 
 
+class _Watch:
+    """Shows a call to somebody, then lets the module attend as before."""
+
+    def __init__(self, show: Callable[[nn.Module, Call], None], inner: Attend | None) -> None:
+        self.show, self.inner = show, inner
+
+    def __call__(self, module: nn.Module, call: Call) -> Tensor:
+        self.show(module, call)
+        return call.exact(module) if self.inner is None else self.inner(module, call)
+
+
 @contextmanager
-def through_interface(model: nn.Module) -> Iterator[None]:
-    """Let every attention layer of transformers in `model` call our function for a while."""
-    every: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in every if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    for config in configs.values():
-        config._attn_implementation_internal = IMPLEMENTATION
+def watching(modules: Iterable[nn.Module], show: Callable[[nn.Module, Call], None]) -> Iterator[None]:
+    """Show every attention call of these modules of transformers to `show` first."""
+    before: list[tuple[Any, Any]] = [(module, module.config) for module in modules]
+    for module, config in before:
+        inner = config.attend if isinstance(config, LayerConfig) else None
+        module.config = LayerConfig(exact_config(module), _Watch(show, inner))
     try:
         yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
+        for module, config in before:
+            module.config = config
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; each module is in its own mode again afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -176,28 +192,46 @@ def capture(
         checks.check_positive("max_tokens", max_tokens)
     wanted = select_layers(found, layers) if layers is not None else [one for one in found if not one.obstacle]
     notes: dict[int, list[Seen]] = {layer.index: [] for layer in wanted}
-    index_of = {id(layer.module): layer.index for layer in wanted}
+    layer_of = {id(layer.module): layer for layer in wanted}
     count = dict.fromkeys(notes, 0)
 
-    def recorder(module: nn.Module, see: Callable[[], Seen]) -> None:
-        index = index_of.get(id(module))
-        if index is None:
+    def record(module: nn.Module, seen: Seen) -> None:
+        if id(module) not in layer_of:
             return
-        seen = see()
-        kept = Seen(seen.q.detach(), seen.k.detach(), seen.v.detach(), *seen[3:])
-        notes[index].append(kept)
-        count[index] += seen.k.shape[0] * seen.k.shape[2] if seen.key_mask is None else int(seen.key_mask.sum())
+        index = layer_of[id(module)].index
+        for one in _alone(seen):
+            notes[index].append(replace(one, q=one.q.detach(), k=one.k.detach(), v=one.v.detach()))
+            count[index] += one.k.shape[0] * one.k.shape[2] if one.key_mask is None else int(one.key_mask.sum())
 
+    def show(module: nn.Module, call: Call) -> None:
+        layer = layer_of[id(module)]
+        record(module, call.seen(module, f"the attention layer {layer.name!r}"))
+
+    ours = [layer.module for layer in wanted if not isinstance(layer.module, nn.MultiheadAttention)]
     with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
-        stack.enter_context(through_interface(model))
-        stack.enter_context(watched(model))
-        stack.enter_context(recording(recorder))
+        stack.enter_context(evaluating(model))
+        stack.enter_context(watching(ours, show))
+        stack.enter_context(watched(model, record))
         for batch in batches:
             run(model, batch)
             if max_tokens is not None and min(count.values()) >= max_tokens:
                 break
     return [_sample(layer, notes[layer.index]) for layer in wanted]
+
+
+def _alone(seen: Seen) -> list[Seen]:
+    """Several sequences in one row as a padded batch of them."""
+    if seen.segments is None:
+        return [seen]
+    found: list[Seen] = []
+
+    def run_one(tokens: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in unjoined(tokens, seen))
+        found.append(Seen(q, k, v, mask, seen.is_causal, seen.scale))
+        return tokens
+
+    run_packed(run_one, joined(seen), seen.segments.expand(seen.q.shape[0], -1), seen.key_mask)
+    return found
 
 
 def _sample(layer: AttentionLayer, calls: list[Seen]) -> LayerSample:
@@ -210,5 +244,6 @@ def _sample(layer: AttentionLayer, calls: list[Seen]) -> LayerSample:
     lists = {name: [get(call) for call in calls] for name, get in columns.items()}
     # A causal call of one token sees no more than a full one, and does not say that it is causal.
     causal = any(call.is_causal for call in calls) if calls else layer.is_causal
+    cross = layer.cross or any(call.q.shape[2] != call.k.shape[2] for call in calls)
     scale = calls[0].scale if calls else 1.0
-    return LayerSample(layer.index, layer.name, **lists, is_causal=causal, cross=layer.cross, scale=scale)
+    return LayerSample(layer.index, layer.name, **lists, is_causal=causal, cross=cross, scale=scale)

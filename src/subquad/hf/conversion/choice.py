@@ -18,16 +18,17 @@ from ..head_groups import HeadGroups
 from .capturing import LayerSample, select_layers
 from .layers import AttentionLayer
 
-__all__ = ["Assignment", "assign", "by_name", "needs_calibration", "seen_as"]
+__all__ = ["Assignment", "assign", "by_name", "needs_calibration", "seen_as", "without"]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One layer and its mechanism; None with the reason where it stays exact."""
+    """One layer and its mechanism; None with the reason where it stays exact. asked: the caller named this layer."""
 
     layer: AttentionLayer
     mechanism: Mechanism | None
     reason: str = ""
+    asked: bool = False
 
 
 def by_name(name: Any) -> Any:
@@ -82,9 +83,9 @@ def _build(choice: Any, layer: AttentionLayer, options: Mapping[str, Any], alone
         raise ValueError(f"{_where(layer)}, head width {layer.head_dim}: {error}") from error
 
 
-def _obstacle(layer: AttentionLayer, mechanism: Mechanism) -> str:
+def _obstacle(layer: AttentionLayer, mechanism: Mechanism | None) -> str:
     """Why this mechanism cannot stand in this layer, or ""."""
-    if mechanism.exact:
+    if mechanism is None or mechanism.exact:
         return ""
     if layer.obstacle:
         return layer.obstacle
@@ -134,11 +135,21 @@ def assign(
         if one is None:
             made.append(Assignment(layer, None, "chosen to stay exact"))
             continue
-        reason = _obstacle(layer, one)
-        if reason and (whole or layers is not None):
-            raise ValueError(f"{_where(layer)} cannot be converted to {one.name!r}: {reason}. Leave it out of layers=")
-        made.append(Assignment(layer, None if reason else one, reason))
-    if not any(assignment.mechanism is not None for assignment in made):
-        reasons = "; ".join(dict.fromkeys(f"{_where(a.layer)}: {a.reason}" for a in made[:4]))
-        raise ValueError(f"no layer is left to convert: {reasons}")
-    return made
+        made.append(Assignment(layer, one, asked=whole or layers is not None))
+    return without({a.layer.index: reason for a in made if (reason := _obstacle(a.layer, a.mechanism))}, made)
+
+
+def without(reasons: Mapping[int, str], made: Sequence[Assignment]) -> list[Assignment]:
+    """The assignments with the layers of `reasons` left exact; raises where one was asked for, or none is left."""
+    found = []
+    for a in made:
+        reason = reasons.get(a.layer.index, "")
+        if reason and a.asked:
+            assert a.mechanism is not None
+            name = a.mechanism.name
+            raise ValueError(f"{_where(a.layer)} cannot be converted to {name!r}: {reason}. Leave it out of layers=")
+        found.append(Assignment(a.layer, None, reason) if reason else a)
+    if not any(assignment.mechanism is not None for assignment in found):
+        reasons_given = "; ".join(dict.fromkeys(f"{_where(a.layer)}: {a.reason}" for a in found[:4]))
+        raise ValueError(f"no layer is left to convert: {reasons_given}")
+    return found

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from ...mechanisms import Mechanism
-from .attachment import attach, detach, implementations, record_conversion
+from .attachment import attach, detach, record_conversion
 from .capturing import LayerSample, capture
-from .choice import Assignment, assign, needs_calibration, seen_as
+from .checking import disagreements, look
+from .choice import Assignment, assign, needs_calibration, seen_as, without
 from .interface import mechanism_of
-from .layers import known_layers
+from .layers import AttentionLayer, known_layers
 from .report import ConversionReport, Errors, LayerReport, total_tokens
+from .trials import Trial, make_trials
 
 __all__ = ["convert", "revert"]
 
@@ -103,6 +105,8 @@ def convert(
     mechanism: Any,
     layers: Iterable[int | str] | None = None,
     calibration: Iterable[Any] | None = None,
+    *,
+    check: bool = True,
     **options: Any,
 ) -> tuple[Model, ConversionReport]:
     """Replace the attention of `model`, in place, and report what it costs: (model, report).
@@ -115,6 +119,9 @@ def convert(
     layers:      numbers or names of the attention layers to convert; None = all that can be
     calibration: batches as the model takes them (dicts of tensors). Needed by mechanisms with centring or SDERF
                  features; where given, the report has each layer's error on them
+    check:       try the conversion out first, on the first batch or on one made from the config: with exact attention
+                 in the converted path the model must give what it gives. A layer for which it does not stays exact,
+                 with the difference in the report, or raises if it was asked for by name
     options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
 
     The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
@@ -139,24 +146,40 @@ def convert(
             f"{mechanism_of(already[0].module).name!r}); call subquad.hf.revert(model) first"  # type: ignore[union-attr]
         )
     batches = _batches(calibration)
-    if batches:
+    trials = make_trials(model, batches) if check else []
+    if trials:
+        found, trials = look(model, found, trials)
+    elif batches:
         seen = {sample.layer: sample for sample in capture(model, batches[:1])}
         found = [seen_as(layer, seen.get(layer.index)) for layer in found]
     made = assign(found, mechanism, layers, options)
     for assignment in made:
         if assignment.mechanism is not None:
             _move(assignment.mechanism, assignment.layer.module)
+    chosen = [(a.layer, a.mechanism) for a in made if a.mechanism is not None and not a.mechanism.exact]
+    if check and chosen:
+        _check_trials(model, found, trials)
+        made = without(disagreements(model, chosen, trials), made)
     made = _gather(model, made, batches)
     report = _measure(model, made, batches)
     # From here on nothing can fail.
-    names = {}
+    names, facts = {}, {}
     for assignment in made:
         if assignment.mechanism is not None:
-            attach(model, assignment.layer, assignment.mechanism)
-            names[assignment.layer.name] = saved_config(assignment.mechanism)
-    implementations(model, converted=True)
-    record_conversion(model, names)
+            layer = assignment.layer
+            attach(model, layer, assignment.mechanism)
+            names[layer.name] = saved_config(assignment.mechanism)
+            facts[layer.name] = {"causal": layer.is_causal, "cross": layer.cross}
+    record_conversion(model, names, facts)
     return model, report
+
+
+def _check_trials(model: nn.Module, found: Sequence[AttentionLayer], trials: Sequence[Trial]) -> None:
+    if not trials and not all(isinstance(layer.module, nn.MultiheadAttention) for layer in found):
+        raise ValueError(
+            f"no input for {type(model).__name__} could be made from its config, so the conversion cannot be checked: "
+            "pass calibration=, a list with at least one batch as the model takes it, or check=False"
+        )
 
 
 def _move(mechanism: Mechanism, module: nn.Module) -> None:
@@ -180,6 +203,5 @@ def revert(model: Model) -> Model:
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
     for layer in found:
         detach(model, layer)
-    implementations(model, converted=False)
-    record_conversion(model, None)
+    record_conversion(model, None, {})
     return model

@@ -1,59 +1,54 @@
-"""The attention function that transformers calls in converted models, and the cache layers it works with.
+"""How an attention module of transformers is made to call somebody else: the one place where conversion enters a model.
 
-Registered as "subquad" with `AttentionInterface` and `AttentionMaskInterface`. A layer whose module has a mechanism as
-its child `subquad` is computed by that; every other layer, and one whose mechanism is exact, is computed by
-transformers' own SDPA function with the mask it would have had, so that it gives the same bits.
-
-`gate` is a forward pre-hook of each converted module. It puts a constant-size cache layer where transformers has put
-an empty one that would grow, whoever made the cache, and refuses to run if somebody has switched the attention
-implementation: the model would be an exact one without saying so.
+An attention module looks its function up by `self.config._attn_implementation`. `LayerConfig` is what such a module
+sees as its config while somebody else attends: everything is its model's config, except that name, "subquad", under
+which `_dispatch` is registered, and `attend`, to which that hands the call. Nothing else of the model changes: its
+config, its masks and all other layers are what they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AttentionInterface
 
 from ...mechanisms import Mechanism
-from ..cache import StateLayer, layer_of
-from .masks import dense_mask, subquad_mask, visible_keys
+from .masks import Visible, segments_of, visible_keys
 
 __all__ = [
     "IMPLEMENTATION",
-    "ConvertedLayer",
-    "CrossLayer",
-    "Recorder",
+    "Attend",
+    "Call",
+    "LayerConfig",
     "Seen",
-    "active_recorder",
-    "gate",
+    "exact_config",
+    "interface_method",
     "mechanism_of",
-    "recording",
-    "subquad_attention",
     "unhook",
 ]
 
 IMPLEMENTATION = "subquad"
-# Arguments through which transformers hands a layer the sequence that its keys come from.
-_OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # Arguments that change the scores or the normaliser, and what they are called in a message.
 _REFUSED = {
-    "softcap": "a soft cap of the scores",
-    "s_aux": "learned sinks in the normaliser",
-    "cu_seq_lens_q": "packed sequences",
+    "softcap": "a soft cap of its scores",
+    "s_aux": "learned sinks in its normaliser",
     "block_table": "a paged cache",
+    "block_indices": "a choice of its own of which keys to see",
 }
 
 
-class Seen(NamedTuple):
-    """What one call of an attention layer sees: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E), key_mask (B, S)."""
+@dataclass(frozen=True)
+class Seen:
+    """What one call of an attention layer sees.
+
+    q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E); key_mask (B, S) bool; segments (B, L), see `Visible`
+    """
 
     q: Tensor
     k: Tensor
@@ -61,30 +56,136 @@ class Seen(NamedTuple):
     key_mask: Tensor | None
     is_causal: bool
     scale: float
+    segments: Tensor | None = None
 
 
-class Recorder(Protocol):
-    """Called at each attention call while `recording`; `see` says what the call sees, or refuses its mask."""
+class Attend(Protocol):
+    """Who attends for a module."""
 
-    def __call__(self, module: nn.Module, see: Callable[[], Seen]) -> None: ...
-
-
-_RECORDER: ContextVar[Recorder | None] = ContextVar("subquad_recorder", default=None)
+    def __call__(self, module: nn.Module, call: Call) -> Tensor:
+        """(B, L, Hq, E), as transformers' attention functions return it."""
 
 
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Show every attention call to `recorder` before it is computed."""
-    token = _RECORDER.set(recorder)
-    try:
-        yield
-    finally:
-        _RECORDER.reset(token)
+@dataclass(frozen=True)
+class Call:
+    """The arguments of an attention function: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E), a mask and options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Any
+    options: dict[str, Any]
+
+    @property
+    def scale(self) -> float:
+        """What q.k is multiplied by."""
+        scaling = self.options.get("scaling")
+        return float(scaling) if scaling is not None else float(self.q.shape[-1] ** -0.5)
+
+    def exact(self, module: nn.Module) -> Tensor:
+        """What the module's own attention function makes of it."""
+        function, options = _exact_function(module), dict(self.options)
+        out: Tensor = function(module, self.q, self.k, self.v, self.mask, **options)[0]
+        return out
+
+    def flag(self, module: nn.Module) -> bool:
+        """Whether the module's own function is causal without a mask: the eager ones only ever add their mask."""
+        name = exact_config(module)._attn_implementation
+        if name is None or name.startswith("eager"):
+            return False
+        given = self.options.get("is_causal")
+        return bool(getattr(module, "is_causal", True) if given is None else given)
+
+    def refused(self, cross: bool = False) -> str:
+        """What this call asks for that no feature map expresses, or ""."""
+        for argument, what in _REFUSED.items():
+            if self.options.get(argument) is not None:
+                return f"it has {what} ({argument}=)"
+        bias = self.options.get("position_bias")
+        # T5 hands a bias of zeros to its cross attention.
+        if bias is not None and not (cross and not bool(bias.any())):
+            return "it adds a learned bias of the relative position to every score (position_bias=)"
+        return ""
+
+    def visible(self, module: nn.Module, where: str) -> Visible:
+        """Which keys are seen, as the module's own function would; ValueError where that cannot be expressed."""
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        starts = self.options.get("cu_seq_lens_q")
+        if self.mask is None and isinstance(starts, Tensor) and queries == keys and self.q.shape[0] == 1:
+            return Visible(self.flag(module) and queries > 1, None, segments_of(starts, queries))
+        if self.mask is not None and not isinstance(self.mask, Tensor):
+            raise ValueError(
+                f"{where} got a mask of type {type(self.mask).__name__}; use the sdpa or eager implementation"
+            )
+        return visible_keys(self.mask, queries, keys, self.flag(module), where)
+
+    def seen(self, module: nn.Module, where: str) -> Seen:
+        """All of it in the terms of a mechanism."""
+        visible = self.visible(module, where)
+        return Seen(self.q, self.k, self.v, visible.key_mask, visible.is_causal, self.scale, visible.segments)
 
 
-def active_recorder() -> Recorder | None:
-    """The recorder of the innermost `recording`, or None."""
-    return _RECORDER.get()
+class LayerConfig:
+    """The config that one attention module sees; `exact` is that of its model, `attend` who attends."""
+
+    _attn_implementation = IMPLEMENTATION
+
+    def __init__(self, config: Any, attend: Attend) -> None:
+        self.__dict__.update(exact=config, attend=attend)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("exact", "attend"):  # being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.exact, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.exact, name, value)
+
+
+def exact_config(module: nn.Module) -> Any:
+    """The config of the model, whoever attends for this module."""
+    config: Any = module.config
+    return config.exact if isinstance(config, LayerConfig) else config
+
+
+def _dispatch(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Transformers' attention function "subquad"."""
+    config: Any = module.config
+    return config.attend(module, Call(query, key, value, attention_mask, options)), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _dispatch)
+
+
+@functools.cache
+def interface_method(kind: type) -> Callable[..., Any] | None:
+    """The method of this class that looks an attention function up in transformers' registry, None where none does."""
+    for base in kind.__mro__:
+        # The base class of all models handles the registry too, without attending.
+        if base in (nn.Module, object) or base.__module__ == "transformers.modeling_utils":
+            continue
+        for member in vars(base).values():
+            if inspect.isfunction(member):
+                method: Callable[..., Any] = inspect.unwrap(member)
+                code = getattr(method, "__code__", None)
+                if code is not None and _INTERFACE in code.co_names:
+                    return method
+    return None
+
+
+def _exact_function(module: nn.Module) -> Callable[..., Any]:
+    """The function that the module would call: of the registry that its file uses, or the eager one of its file."""
+    kind: Any = type(module)
+    method: Any = interface_method(kind)
+    known = method.__globals__
+    eager = next((known[n] for n in method.__code__.co_names if "eager" in n and callable(known.get(n))), None)
+    name = exact_config(module)._attn_implementation
+    if eager is None and (name is None or name == "eager"):
+        raise ValueError(f"{type(module).__name__} has no eager attention function that could be found")
+    function: Callable[..., Any] = known[_INTERFACE].get_interface(name, eager)
+    return function
 
 
 def mechanism_of(module: nn.Module) -> Mechanism | None:
@@ -93,179 +194,9 @@ def mechanism_of(module: nn.Module) -> Mechanism | None:
     return found if isinstance(found, Mechanism) else None
 
 
-class ConvertedLayer(StateLayer):
-    """The state of one converted layer in a cache whose other layers may keep keys.
-
-    Its mask covers all tokens so far, as for layers that keep keys: one mask serves both kinds, whichever comes first.
-    """
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """(tokens so far and new, 0)."""
-        new, before = super().get_mask_sizes(query_length)
-        return before + new, 0
-
-
-class CrossLayer(StateLayer):
-    """The state of a cross attention: the encoder's keys are absorbed once, at the first token, and not kept.
-
-    `keys` and `values` are what a model fetches for every later token: views of length 0 that lead back to this layer.
-    """
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep no token: returns k (B, H, S, D) and v (B, H, S, E) for the attention function to absorb."""
-        self.state = None
-        found = super().update(key_states, value_states)
-        self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
-        super().update(self.keys, self.values)
-        return found
-
-    def read(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        """Absorb k and v if this is the first call, then read the state: (B, Hq, L, E)."""
-        if self.state is None:
-            self.state = mechanism.absorb(k, v, scale=scale, key_mask=mask)
-        return mechanism.read(q, self.state, scale=scale)
-
-
-def _can_absorb(mechanism: Mechanism) -> bool:
-    return type(mechanism).absorb is not Mechanism.absorb and mechanism.cross
-
-
-def gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before each call of a converted module: see the top of this file."""
-    mechanism = mechanism_of(module)
-    if mechanism is None:
-        return
-    chosen = module.config._attn_implementation  # type: ignore[union-attr]
-    if chosen != IMPLEMENTATION:
-        raise RuntimeError(
-            f"this model was converted to {mechanism.name!r} attention, but its attention implementation was set to "
-            f"{chosen!r} since, which would silently compute exact attention. Call subquad.hf.revert(model) to undo "
-            f"the conversion, or model.set_attn_implementation({IMPLEMENTATION!r})"
-        )
-    if mechanism.exact:
-        return
-    if not module.subquad_cross and any(kwargs.get(name) is not None for name in _OTHER_SEQUENCE):
-        object.__setattr__(module, "subquad_cross", True)  # a layer whose name did not tell
-    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
-    if caches:
-        _place(module, mechanism, caches[0])
-
-
 def unhook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Remove a forward pre-hook by what it is: a copy of a model has its hooks, but not the handles of the original."""
     for key, one in list(module._forward_pre_hooks.items()):
-        if one is hook:
+        if one == hook:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def _place(module: nn.Module, mechanism: Mechanism, cache: Cache) -> None:
-    """Put our layer into the cache where there is an empty one of transformers."""
-    cross = bool(getattr(module, "subquad_cross", False))
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.cross_attention_cache if cross else cache.self_attention_cache
-    elif cross:
-        return
-    if not (_can_absorb(mechanism) if cross else mechanism.recurrent):
-        return
-    index: int = module.layer_idx  # type: ignore[assignment]
-    if cache.layer_class_to_replicate is not None:
-        while len(cache.layers) <= index:
-            cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[index]
-    if isinstance(layer, StateLayer):
-        return
-    if type(layer) is not DynamicLayer:
-        raise ValueError(
-            f"layer {index} is converted to {mechanism.name!r}, whose cache is a state of constant size, and got a "
-            f"{type(layer).__name__}; leave cache_implementation at its default"
-        )
-    if layer.get_seq_length():
-        raise ValueError(
-            f"layer {index} is converted to {mechanism.name!r} and got a cache that holds the keys of "
-            f"{layer.get_seq_length()} tokens from an exact model; begin with an empty cache"
-        )
-    cache.layers[index] = CrossLayer() if cross else ConvertedLayer()
-
-
-def _check_call(where: str, kwargs: dict[str, Any], cross: bool) -> None:
-    for argument, what in _REFUSED.items():
-        if kwargs.get(argument) is not None:
-            raise ValueError(f"{where} is converted and got {argument}=, {what}: no feature map expresses it")
-    bias = kwargs.get("position_bias")
-    # T5 hands a bias of zeros to its cross attention.
-    if bias is not None and not (cross and not bool(bias.any())):
-        raise ValueError(f"{where} is converted and got position_bias=, a bias of every score: leave this layer exact")
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            f"{where} is converted and output_attentions=True was asked for: linear-time attention never forms the "
-            "(L, S) weights. Call the model without it"
-        )
-
-
-def subquad_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E) -> ((B, L, Hq, E), None), as transformers' attention functions.
-
-    Dropout of the weights is not applied in converted layers, which never form them.
-    """
-    flag = bool(getattr(module, "is_causal", True)) if is_causal is None else bool(is_causal)
-    mechanism, cross = mechanism_of(module), bool(getattr(module, "subquad_cross", False))
-    flag = flag and not cross
-    where = f"the attention layer {getattr(module, 'layer_idx', None)} ({type(module).__name__})"
-    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    length, keys = query.shape[2], key.shape[2]
-    layer = layer_of(key)
-    recorder = _RECORDER.get()
-    if recorder is not None and layer is None:
-
-        def see() -> Seen:
-            visible = visible_keys(attention_mask, length, keys, flag, where)
-            return Seen(query, key, value, visible.key_mask, visible.is_causal, scale)
-
-        recorder(module, see)
-    if mechanism is None or mechanism.exact:
-        dense = dense_mask(attention_mask, length, keys, flag, query.device)
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, dense, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )
-        return out, None
-    _check_call(where, kwargs, cross)
-    if isinstance(layer, CrossLayer):
-        mask = None if keys == 0 else visible_keys(attention_mask, length, keys, False, where).key_mask
-        out = layer.read(mechanism, query, key, value, scale, mask)
-    elif layer is not None:
-        mask = visible_keys(_newest(attention_mask, length), length, length, True, where).key_mask
-        out = layer.advance(mechanism, query, key, value, scale=scale, key_mask=mask)
-    else:
-        causal, key_mask = visible_keys(attention_mask, length, keys, flag, where)
-        if (causal and length != keys) or (flag and not cross and length < keys):
-            raise ValueError(
-                f"{where} is converted to {mechanism.name!r}, which has no recurrent form and so no cache to continue "
-                "from; call generate(..., use_cache=False), or choose one of list_mechanisms(recurrent=True)"
-            )
-        query_mask = key_mask if not cross and length == keys else None
-        out = mechanism(query, key, value, is_causal=causal, scale=scale, key_mask=key_mask, query_mask=query_mask)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _newest(mask: Tensor | None, length: int) -> Tensor | None:
-    """The columns of the newest `length` tokens, keeping what the mask says of itself."""
-    if mask is None or mask.shape[-1] == length:
-        return mask
-    if mask.dtype == torch.bool and (mask.shape[2] == 1 or mask.stride(2) == 0):
-        return mask[:, :, :1, -length:].expand(-1, -1, length, -1)
-    return mask[..., -length:]
-
-
-AttentionInterface.register(IMPLEMENTATION, subquad_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, subquad_mask)

@@ -8,18 +8,14 @@ layer that is called several times (ALBERT shares one) is one layer.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType
-from typing import Any
 
 from torch import nn
 
+from .interface import interface_method
+
 __all__ = ["AttentionLayer", "find_layers", "known_layers"]
 
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_attn_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_DIM = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size")
@@ -45,6 +41,8 @@ class AttentionLayer:
     is_causal:    a decoder's self attention
     cross:        its keys come from another sequence
     obstacle:     why it cannot be approximated ("" = it can): its weights depend on more than one query and one key
+
+    What attributes say is a first guess; `convert` and `capture` look at what a layer does (checking.py).
     """
 
     index: int
@@ -56,24 +54,6 @@ class AttentionLayer:
     is_causal: bool
     cross: bool
     obstacle: str = ""
-
-
-def _codes(function: Callable[..., Any]) -> list[CodeType]:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return [] if code is None else [code]
-
-
-@functools.cache
-def _uses_interface(kind: type) -> bool:
-    """Whether some method of this class looks an attention function up in transformers' registry."""
-    for base in kind.__mro__:
-        # The base class of all models handles the registry too, without attending.
-        if base in (nn.Module, object) or base.__module__ == "transformers.modeling_utils":
-            continue
-        for member in vars(base).values():
-            if inspect.isfunction(member) and any(_INTERFACE in code.co_names for code in _codes(member)):
-                return True
-    return False
 
 
 def _first(module: nn.Module, names: tuple[str, ...], *, config: bool = True) -> int | None:
@@ -157,10 +137,9 @@ def find_layers(model: nn.Module) -> list[AttentionLayer]:
             shape = (module.head_dim, module.num_heads, module.num_heads)
             cross = _is_cross(name, module)
             found.append(AttentionLayer(len(found), name, module, *shape, False, cross, _torch_obstacle(module)))
-        elif _uses_interface(module.__class__) and hasattr(module, "config"):
+        elif interface_method(module.__class__) is not None and hasattr(module, "config"):
             cross = _is_cross(name, module)
-            # The default is that of transformers' own attention functions.
-            causal = bool(getattr(module, "is_causal", True)) and not cross
+            causal = bool(getattr(module, "is_causal", False)) and not cross
             shape = _geometry(module)
             found.append(AttentionLayer(len(found), name, module, *shape, causal, cross, _obstacle(module, cross)))
     return found

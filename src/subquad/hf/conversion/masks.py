@@ -1,186 +1,174 @@
-"""Masks of transformers models in the form that linear-time attention can take: which keys are real.
+"""What a mask of a transformers model says, read from its values: which keys are real, and in which pattern.
 
-`subquad_mask` is registered with `AttentionMaskInterface`. For causal and for full attention with padding it returns
-the padding alone, as a bool view (B, 1, L, S) that repeats one row: memory O(B S), never L x S, and a valid mask for
-torch's attention where the attention is full. Whether a call is causal is known to the layer, as for flash attention.
-Every other pattern (sliding windows, packed sequences, overlays) is returned written out: exact layers need it, and a
-converted layer refuses it by its name.
+A model makes its masks as it always did; a converted layer reads them. Full and causal patterns with padding, and
+several sequences in one row (packed, each full or causal), are what sub-quadratic attention can take. Everything
+else, also a pattern that only an odd caller builds, is refused by name. Reading costs O(L S) once per mask, not once
+per layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    prepare_padding_mask,
-    sdpa_mask,
-)
 
-__all__ = ["Visible", "dense_mask", "subquad_mask", "visible_keys"]
-
-# Where a mask carries the name of its pattern, and the mask written out once an exact layer has needed it.
-_PATTERN, _DENSE = "_subquad_pattern", "_subquad_dense"
-_NAMES = {
-    "packed_sequence_mask_function": "packed sequences",
-    "sliding_window_overlay": "a sliding window",
-    "sliding_window_bidirectional_overlay": "a sliding window",
-    "chunked_overlay": "chunked attention",
-    "blockwise_overlay": "blocks of tokens that see each other",
-}
+__all__ = ["Visible", "segments_of", "visible_after", "visible_keys"]
 
 
 class Visible(NamedTuple):
-    """What a call may see: is_causal, and key_mask (B, S) bool or None = all keys."""
+    """What a call may see.
+
+    is_causal: each query the keys up to itself; key_mask: (B, S) bool, None = all keys are real
+    segments:  (B, L) the number of the sequence that a token belongs to; None = one sequence per row
+    """
 
     is_causal: bool
     key_mask: Tensor | None
+    segments: Tensor | None = None
 
 
-def _parts(function: Callable[..., Any]) -> list[str]:
-    """The names of the mask functions that one was put together from."""
-    names = [function.__qualname__.split(".")[0]]
-    for cell in getattr(function, "__closure__", None) or ():
-        inner = cell.cell_contents
-        for part in inner if isinstance(inner, (tuple, list)) else (inner,):
-            if callable(part) and hasattr(part, "__qualname__"):
-                names += _parts(part)
-    return names
+# The masks that were read last, with what they said: layers of one call share a mask. Dead and changed ones are not
+# met.
+_READ: list[tuple[weakref.ref[Tensor], tuple[object, ...], Visible]] = []
+_KEPT = 4
 
 
-def _pattern(function: Callable[..., Any]) -> str:
-    if function is causal_mask_function:
-        return "causal"
-    if function is bidirectional_mask_function:
-        return "full"
-    named = [_NAMES[part] for part in _parts(function) if part in _NAMES]
-    return " and ".join(dict.fromkeys(named)) or "a pattern of its own"
-
-
-def subquad_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    **kwargs: Any,
-) -> Tensor | None:
-    """The mask for one call, with the arguments of transformers' mask functions; see the top of this file."""
-    pattern = _pattern(mask_function)
-    if pattern == "a sliding window" and local_size is not None and kv_length <= local_size:
-        # No key is as far away as the window is wide.
-        pattern = "causal" if "causal_mask_function" in _parts(mask_function) else "full"
-    ends = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    if pattern not in ("causal", "full") or (pattern == "causal" and not ends):
-        # The second case is a static cache, whose keys include places that are still empty.
-        written: dict[str, Any] = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        written |= {"q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function}
-        written |= {"attention_mask": attention_mask, "local_size": local_size}
-        dense = sdpa_mask(batch_size, q_length, kv_length, **written)
-        assert dense is not None  # both ways of leaving it out are forbidden above
-        setattr(dense, _PATTERN, pattern if pattern not in ("causal", "full") else "a static cache")
-        return dense
-    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is None:
-        return None
-    padding = padding[:, kv_offset : kv_offset + kv_length].bool()
-    if not torch.compiler.is_compiling() and bool(padding.all()):
-        return None
-    view = padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
-    setattr(view, _PATTERN, pattern)
-    return view
-
-
-def _repeats_one_row(mask: Tensor, length: int) -> bool:
-    return mask.shape[2] == 1 or (mask.shape[2] == length and mask.stride(2) == 0)
-
-
-def _is_causal(mask: Tensor | None, length: int, flag: bool) -> bool:
-    """Whether a call is causal: `flag` where the mask is ours or absent, what the mask says where it is not."""
-    if mask is None:
-        return flag and length > 1
-    pattern = getattr(mask, _PATTERN, None)
-    if pattern is not None:
-        return bool(pattern == "causal") and length > 1
-    # A copy of our own mask (a model may slice it) has lost its name, not its form.
-    return flag and length > 1 and mask.dtype == torch.bool and mask.shape[2] == length and mask.stride(2) == 0
-
-
-def visible_keys(mask: Tensor | None, q_length: int, kv_length: int, flag: bool, where: str) -> Visible:
-    """What a mask (B, 1, L, S), bool or additive, lets a layer see; refuses by name what no key mask expresses.
-
-    flag: whether the layer is causal by itself; where: the layer, for the message
-
-    >>> mask = torch.tensor([[True, True, False]])[:, None, None, :].expand(1, 1, 3, 3)
-    >>> visible_keys(mask, 3, 3, False, "layer 0").key_mask
-    tensor([[ True,  True, False]])
-    """
-    causal = _is_causal(mask, q_length, flag)
-    if mask is None:
-        return Visible(causal, None)
+def _real(mask: Tensor, keys: int, where: str) -> Tensor:
+    """(B, L, S) bool, True = visible, from a bool or additive mask (B, 1 or H, L, S)."""
+    if mask.dim() == 3:
+        mask = mask.unsqueeze(1)
     if mask.dim() != 4:
         raise ValueError(f"{where} got a mask of shape {tuple(mask.shape)}; expected (batch, 1, queries, keys)")
-    pattern = getattr(mask, _PATTERN, "an arbitrary 4D mask")
-    real = mask
-    if mask.dtype != torch.bool:
+    mask = mask[..., :keys]
+    if mask.dtype == torch.bool:
+        real = mask
+    elif mask.is_floating_point():
         real = mask == 0
         # A half-precision minimum is what transformers writes for "hidden"; anything between is a bias.
         if not bool((real | (mask <= -1e4)).all()):
             raise _refusal(where, "an additive bias of the scores")
-    if mask.shape[-1] != kv_length:
-        real = real[..., -kv_length:]
-    if _repeats_one_row(real, q_length) and pattern in ("causal", "full", "an arbitrary 4D mask"):
-        if real.shape[1] > 1 and not bool((real == real[:, :1]).all()):
-            raise _refusal(where, "a mask that differs between heads")
-        return Visible(causal, real[:, 0, 0])
-    key_mask = real.flatten(1, 2).any(1)
-    row = key_mask[:, None, None, :]
-    if bool((real == row).all()):
-        return Visible(False, key_mask)
-    if bool((real == (row & _lower(q_length, kv_length, real.device))).all()):
-        return Visible(q_length > 1, key_mask)
-    raise _refusal(where, pattern)
+    else:
+        raise _refusal(where, f"a mask of {mask.dtype}")
+    if real.shape[1] > 1 and not bool((real == real[:, :1]).all()):
+        raise _refusal(where, "a mask that differs between heads")
+    return real[:, 0]
 
 
-def _lower(q_length: int, kv_length: int, device: torch.device | None) -> Tensor:
+def _lower(queries: int, keys: int, device: torch.device | None) -> Tensor:
     """(L, S) bool: the queries are the last L of S positions."""
-    return torch.ones(q_length, kv_length, dtype=torch.bool, device=device).tril(kv_length - q_length)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def _fits(real: Tensor, expected: Tensor, key_mask: Tensor) -> bool:
+    """Whether the pattern is the expected one; what padding looks at does not matter, it is nobody's query."""
+    wrong = (real != expected).any(-1)
+    if real.shape[1] == real.shape[2]:
+        wrong = wrong & key_mask
+    return not bool(wrong.any())
+
+
+def _pattern(real: Tensor, where: str) -> Visible:
+    queries, keys = real.shape[1:]
+    key_mask = real.any(1)
+    row = key_mask.unsqueeze(1)
+    padding = None if bool(key_mask.all()) else key_mask
+    if _fits(real, row.expand_as(real), key_mask):
+        return Visible(False, padding)
+    lower = _lower(queries, keys, real.device)
+    if _fits(real, row & lower, key_mask):
+        return Visible(queries > 1, padding)
+    if queries == keys:
+        # A token that does not see the one before it begins a sequence.
+        first = torch.ones_like(key_mask)
+        first[:, 1:] = ~torch.diagonal(real, -1, 1, 2)
+        segments = first.long().cumsum(-1)
+        same = segments.unsqueeze(1) == segments.unsqueeze(2)
+        for causal, expected in ((True, row & same & lower), (False, row & same)):
+            if _fits(real, expected, key_mask):
+                return Visible(causal, padding, segments)
+    raise _refusal(where, _name(real, lower))
+
+
+def _name(real: Tensor, lower: Tensor) -> str:
+    """What a pattern that is refused is called."""
+    band = lower & ~lower.tril(real.shape[2] - real.shape[1] - int(real.sum(-1).max()))
+    return "a sliding window" if bool((real == (band & real.any(1, keepdim=True))).all()) else "an arbitrary 4D mask"
+
+
+def visible_keys(mask: Tensor | None, queries: int, keys: int, flag: bool, where: str) -> Visible:
+    """What a mask (B, 1, L, S), bool or additive, lets a layer see; refuses by name what cannot be expressed.
+
+    flag: whether the layer is causal where there is no mask; where: the layer, for the message
+
+    >>> mask = torch.tensor([[True, True, False]])[:, None, None, :].expand(1, 1, 3, 3)
+    >>> visible_keys(mask, 3, 3, False, "layer 0").key_mask
+    tensor([[ True,  True, False]])
+    >>> two = torch.block_diag(torch.ones(2, 2), torch.ones(1, 1)).bool()
+    >>> visible_keys(two[None, None], 3, 3, False, "layer 0").segments
+    tensor([[1, 1, 2]])
+    """
+    if mask is None:
+        return Visible(flag and queries > 1, None)
+    if mask.dim() == 2:  # as for flash attention: the padding alone
+        real = mask[:, -keys:].bool()
+        return Visible(flag and queries > 1, None if bool(real.all()) else real)
+    return _once(mask, ("whole", queries, keys), where)
+
+
+def visible_after(mask: Tensor | None, queries: int, past: int, seen: Tensor | None, flag: bool, where: str) -> Visible:
+    """`visible_keys` of the `queries` newest tokens of a call that continues after `past` others, of which the (B,)
+    `seen` are real (None = all): these must be visible to every query, since a state cannot hide one again.
+
+    >>> mask = torch.tensor([[True, True, True, False], [True, True, True, True]])[None, None]
+    >>> visible_after(mask, 2, 2, None, True, "layer 0")
+    Visible(is_causal=True, key_mask=None, segments=None)
+    """
+    if mask is None or mask.dim() == 2:
+        return visible_keys(None if mask is None else mask[:, -queries:], queries, queries, flag or past > 0, where)
+    visible = _once(mask[..., past : past + queries] if past else mask, ("new", queries, past), where, of=mask)
+    if past:
+        shown = _real(mask, past, where).sum(-1)
+        before = shown.new_full(shown.shape[:1], past) if seen is None else seen
+        own = torch.ones_like(shown, dtype=torch.bool) if visible.key_mask is None else visible.key_mask
+        if bool(((shown != before.unsqueeze(-1)) & own).any()):
+            raise _refusal(where, "a mask that hides tokens which its state has absorbed (a sliding window)")
+    return visible
+
+
+def _once(mask: Tensor, key: tuple[object, ...], where: str, of: Tensor | None = None) -> Visible:
+    """`_pattern` of a mask, read once however many layers ask; `of` is the tensor that the mask was cut from."""
+    owner = mask if of is None else of
+    counted = not owner.is_inference()  # else nobody could tell whether it was changed since
+    version = (*key, owner._version if counted else 0)
+    for reference, known, found in _READ:
+        if counted and reference() is owner and known == version:
+            return found
+    made = _pattern(_real(mask, mask.shape[-1] if of is not None else int(key[2]), where), where)  # type: ignore[call-overload]
+    _READ[:] = [(weakref.ref(owner), version, made), *_READ[: _KEPT - 1]]
+    return made
+
+
+if not TYPE_CHECKING:
+    # What a mask says decides which way a call takes: a compiled graph is cut there.
+    _once = torch.compiler.disable(_once)
+
+
+def segments_of(starts: Tensor, length: int) -> Tensor:
+    """(1, L) numbers of sequences from cumulative lengths (N + 1,), as flash attention takes them.
+
+    >>> segments_of(torch.tensor([0, 2, 5]), 5)
+    tensor([[1, 1, 2, 2, 2]])
+    """
+    first = torch.zeros(length + 1, dtype=torch.long, device=starts.device)
+    first[starts.long()] = 1
+    return first[:length].cumsum(0).unsqueeze(0)
 
 
 def _refusal(where: str, pattern: str) -> ValueError:
     return ValueError(
-        f"{where} got {pattern}: linear-time attention takes a causal or a full pattern with padding "
-        "(attention_mask of shape (batch, length)), nothing else. Leave this layer exact (layers=), or call the model "
-        "without that mask"
+        f"{where} got {pattern}: sub-quadratic attention takes a causal or a full pattern with padding, also of "
+        "several sequences in one row, nothing else. Leave this layer exact (layers=), or call the model without "
+        "that mask"
     )
-
-
-def dense_mask(
-    mask: Tensor | None, q_length: int, kv_length: int, flag: bool, device: torch.device | None = None
-) -> Tensor | None:
-    """The mask as torch's attention takes it: ours for causal attention holds the padding alone, which is not enough.
-
-    >>> mask = torch.tensor([[True, True, False]])[:, None, None, :].expand(1, 1, 3, 3)
-    >>> dense_mask(mask, 3, 3, True)[0, 0].int()
-    tensor([[1, 0, 0],
-            [1, 1, 0],
-            [1, 1, 0]], dtype=torch.int32)
-    """
-    if mask is None:
-        # torch aligns its own causal mask with the first key; the queries are the last ones.
-        shifted = flag and 1 < q_length < kv_length
-        return _lower(q_length, kv_length, device)[None, None] if shifted else None
-    if not _is_causal(mask, q_length, flag):
-        return mask
-    known: Tensor | None = getattr(mask, _DENSE, None)
-    if known is None or known.shape[-2:] != (q_length, kv_length):
-        known = mask & _lower(q_length, kv_length, mask.device)
-        setattr(mask, _DENSE, known)
-    return known

@@ -12,6 +12,7 @@ import functools
 import importlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ...mechanisms import Mechanism, create
 from ..models.loading import settle
-from .attachment import NOTE, VERSION, attach, base_of, implementations
+from .attachment import NOTE, VERSION, attach, base_of
 from .choice import by_name
 from .interface import mechanism_of
 from .layers import find_layers
@@ -68,10 +69,15 @@ def _restore(model: PreTrainedModel) -> None:
     wanted = {prefix + name if prefix + name in layers else name: config for name, config in note["layers"].items()}
     if not wanted.keys() <= layers.keys():
         return  # a part of the whole model, or a stranger; from_pretrained tells them apart
+    facts = note.get("facts", {})
     for name, config in wanted.items():
-        if mechanism_of(layers[name].module) is None:
-            attach(model, layers[name], rebuild(config))
-    implementations(model, converted=True)
+        layer = layers[name]
+        if mechanism_of(layer.module) is None:
+            known = facts.get(name, facts.get(name.removeprefix(prefix), {}))
+            layer = replace(
+                layer, is_causal=known.get("causal", layer.is_causal), cross=known.get("cross", layer.cross)
+            )
+            attach(model, layer, rebuild(config))
 
 
 def _refuse_exact(model: Any, where: object) -> None:

@@ -8,7 +8,7 @@ sees them, so it is switched off in the encoder above.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...mechanisms import Mechanism
-from .interface import Seen, active_recorder, mechanism_of, unhook
+from .attending import attend_seen
+from .interface import Seen, mechanism_of, unhook
 from .masks import Visible, visible_keys
 
 __all__ = ["ConvertedMultiheadAttention", "convert_torch", "revert_torch", "watched"]
@@ -60,25 +61,24 @@ def _visible(
 ) -> Visible:
     """What this call may see, or a refusal that names the mask."""
     length, keys = q.shape[2], k.shape[2]
-    causal, key_mask = False, None
+    visible = Visible(False, None)
     if mask is not None:
         shown = _hidden(mask)
         shown = shown[None, None] if shown.dim() == 2 else shown.unflatten(0, (-1, module.num_heads))
-        causal, key_mask = visible_keys(shown, length, keys, False, where)
-        if key_mask is not None:
-            key_mask = key_mask.expand(q.shape[0], keys)
+        visible = visible_keys(shown, length, keys, False, where)
+    key_mask = None if visible.key_mask is None else visible.key_mask.expand(q.shape[0], keys)
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding.unsqueeze(0)
-        real = visible_keys(_hidden(padding)[:, None, None, :], length, keys, False, where).key_mask
-        assert real is not None
-        key_mask = real if key_mask is None else key_mask & real
-    if key_mask is not None and not torch.compiler.is_compiling() and bool(key_mask.all()):
-        key_mask = None
-    return Visible(causal, key_mask)
+        real = visible_keys(_hidden(padding)[:, None, None, :], 1, keys, False, where).key_mask
+        if real is not None:
+            key_mask = real if key_mask is None else key_mask & real
+    return visible._replace(key_mask=key_mask)
 
 
-def _see(module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Seen:
-    return Seen(q, k, v, visible.key_mask, visible.is_causal, module.head_dim**-0.5)
+def _seen(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], padding: Any, mask: Any, where: str) -> Seen:
+    q, k, v = _projected(module, *(_batched(module, x) for x in inputs))
+    causal, key_mask, segments = _visible(module, q, k, padding, mask, where)
+    return Seen(q, k, v, key_mask, causal, module.head_dim**-0.5, segments)
 
 
 class ConvertedMultiheadAttention(nn.MultiheadAttention):
@@ -102,7 +102,6 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         """Layouts and masks as in torch; `attn_mask` may be causal or hide keys from all queries, nothing else."""
         mechanism = mechanism_of(self)
         if mechanism is None or mechanism.exact:
-            _record(self, (query, key, value), key_padding_mask, attn_mask)
             return super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -115,31 +114,12 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"{where}: is_causal=True is a hint about attn_mask; pass attn_mask as well, as torch asks"
             )
-        q, k, v = _projected(self, *(_batched(self, x) for x in (query, key, value)))
-        visible = _visible(self, q, k, key_padding_mask, attn_mask, where)
-        recorder = active_recorder()
-        if recorder is not None:
-            recorder(self, lambda: _see(self, q, k, v, visible))
-        causal, key_mask = visible
-        own = key_mask if query is key else None
-        scale = self.head_dim**-0.5
-        out = mechanism(q, k, v, is_causal=causal, scale=scale, key_mask=key_mask, query_mask=own)
+        seen = _seen(self, (query, key, value), key_padding_mask, attn_mask, where)
+        out = attend_seen(mechanism, seen, query is not key)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         if query.dim() == 2:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
-
-
-def _record(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], padding: Any, mask: Any) -> None:
-    recorder = active_recorder()
-    if recorder is None:
-        return
-
-    def see() -> Seen:
-        q, k, v = _projected(module, *(_batched(module, x) for x in inputs))
-        return _see(module, q, k, v, _visible(module, q, k, padding, mask, "a MultiheadAttention"))
-
-    recorder(module, see)
 
 
 def _stand_in(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -170,20 +150,21 @@ def revert_torch(model: nn.Module, module: nn.MultiheadAttention) -> None:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
-    """Let every plain `nn.MultiheadAttention` of `model` report to the recorder, with torch's fused paths off."""
+def watched(model: nn.Module, recorder: Callable[[nn.Module, Seen], None]) -> Iterator[None]:
+    """Show every call of an `nn.MultiheadAttention` of `model` to `recorder` first, with torch's fused paths off."""
 
     def report(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         inputs = (call["query"], call["key"], call["value"])
-        _record(module, inputs, call.get("key_padding_mask"), call.get("attn_mask"))
+        where = "a MultiheadAttention"
+        recorder(module, _seen(module, inputs, call.get("key_padding_mask"), call.get("attn_mask"), where))
 
-    plain = [m for m in model.modules() if type(m) is nn.MultiheadAttention]
-    handles = [module.register_forward_pre_hook(report, with_kwargs=True) for module in plain]
+    found = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    handles = [module.register_forward_pre_hook(report, with_kwargs=True) for module in found]
     fused = torch.backends.mha.get_fastpath_enabled()
-    if plain:
+    if found:
         torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
