@@ -4,7 +4,7 @@ refused, and whether anything differs without saying so.
     python benchmarks/conversion_families.py CHECKOUT --out families.json [--family bert] [--jobs 2]
 
 CHECKOUT is a git checkout of transformers, for its `tests` folder: its model testers say how to build a small model of
-every class and a batch for it. For each of them:
+every architecture and a batch for it. For the first class of each, and for one that generates:
 
     softmax   converted to "softmax", the model gives the same bits
     oracle    with exact attention in the converted path (hybrid with a window longer than the input where that is
@@ -100,7 +100,9 @@ def cases(checkout: Path, family: str) -> Iterator[tuple[str, Any]]:
 def models(case: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """(class name, a function that makes the model, a batch for it)."""
     config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
-    for kind in case.all_model_classes:
+    # One class, and one that generates: the others put other heads on the same attention.
+    chosen = [*case.all_model_classes[:1], *(getattr(case, "all_generative_model_classes", None) or ())[:1]]
+    for kind in dict.fromkeys(chosen):
         made = {k: v for k, v in case._prepare_for_class(inputs, kind).items() if v is not None}
 
         def make(kind: Any = kind) -> Any:

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ... import checks
 from ..cache import StateCache
 from .configuration import SubquadConfig
-from .stack_model import SubquadModel, SubquadPreTrainedModel
+from .stack_model import SubquadModel, SubquadPreTrainedModel, as_asked
 
 __all__ = ["SubquadForCausalLM"]
 
@@ -89,6 +89,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             segment_ids=segment_ids,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **rest,
         )
         hidden = out.last_hidden_state
@@ -103,7 +104,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         made = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
         )
-        return made.to_tuple() if return_dict is False else made
+        return as_asked(made, return_dict, self.config)
 
     def generate(self, inputs: Tensor | None = None, *rest: Any, **options: Any) -> Any:
         """transformers' `generate`; a prompt that is empty or padded on the right is refused before anything starts."""

@@ -26,6 +26,7 @@ _EXTRA: dict[str, Any] = {
     "pooling": None,
     "classifier_dropout": 0.0,
     "ctc_blank": 0,
+    "use_cache": True,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -75,6 +76,7 @@ class SubquadConfig(PreTrainedConfig):
     pooling:     of sequence classification: mean | first | last; None = mean for encoders, last for decoders
     classifier_dropout: before the classification heads
     ctc_blank:   the label that stands for "nothing" in CTC
+    use_cache:   whether a decoder in evaluation mode begins a cache where a call does not say
     bos_token_id, eos_token_id, pad_token_id: what `generate` begins, ends and pads with
 
     A file written by a newer version of the format, or with a field unknown here, is refused by name.
@@ -107,7 +109,6 @@ class SubquadConfig(PreTrainedConfig):
         if "vocab" not in given:
             given["vocab"] = None if given.get("frame_width") is not None else 256
         own = {name: given.pop(name, default) for name, default in {**model, **_EXTRA}.items()}
-        given.pop("use_cache", None)  # a question for each call, see forward()
         super().__init__(**given)
         own["mechanism"] = mechanism_data("mechanism", own["mechanism"])
         for name, value in own.items():

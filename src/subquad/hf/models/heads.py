@@ -17,7 +17,7 @@ from transformers.modeling_outputs import (
 from ... import checks
 from ...nn.pooling import pool
 from .configuration import SubquadConfig
-from .stack_model import Head, SubquadModel, SubquadPreTrainedModel
+from .stack_model import Head, SubquadModel, SubquadPreTrainedModel, as_asked
 
 __all__ = [
     "SubquadForCTC",
@@ -71,6 +71,7 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
             attention_mask,
             inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **rest,
         )
         logits = self.lm_head(out.last_hidden_state)
@@ -80,7 +81,7 @@ class SubquadForMaskedLM(SubquadPreTrainedModel):
                 logits, labels, vocab_size=self.config.vocab, num_items_in_batch=rest.get("num_items_in_batch")
             )
         made = MaskedLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
-        return made.to_tuple() if return_dict is False else made
+        return as_asked(made, return_dict, self.config)
 
 
 class _Classifier(SubquadPreTrainedModel):
@@ -121,6 +122,7 @@ class SubquadForSequenceClassification(_Classifier):
             inputs_embeds=inputs_embeds,
             input_features=input_features,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **rest,
         )
         mask = None if attention_mask is None else attention_mask.bool()
@@ -132,7 +134,7 @@ class SubquadForSequenceClassification(_Classifier):
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         made = SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
-        return made.to_tuple() if return_dict is False else made
+        return as_asked(made, return_dict, self.config)
 
 
 class SubquadForTokenClassification(_Classifier):
@@ -159,6 +161,7 @@ class SubquadForTokenClassification(_Classifier):
             attention_mask,
             inputs_embeds=inputs_embeds,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **rest,
         )
         logits = self.classifier(self.dropout(out.last_hidden_state))
@@ -166,7 +169,7 @@ class SubquadForTokenClassification(_Classifier):
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config)
         made = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
-        return made.to_tuple() if return_dict is False else made
+        return as_asked(made, return_dict, self.config)
 
 
 class SubquadForCTC(SubquadPreTrainedModel):
@@ -216,12 +219,13 @@ class SubquadForCTC(SubquadPreTrainedModel):
             attention_mask=attention_mask,
             input_features=input_features,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **rest,
         )
         logits = self.lm_head(self.dropout(out.last_hidden_state))
         loss: Any = None if labels is None else self._loss(logits, attention_mask, labels)
         made = CausalLMOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
-        return made.to_tuple() if return_dict is False else made
+        return as_asked(made, return_dict, self.config)
 
     def _loss(self, logits: Tensor, attention_mask: Tensor | None, labels: Tensor) -> Tensor:
         if labels.dim() != 2 or labels.shape[0] != logits.shape[0]:

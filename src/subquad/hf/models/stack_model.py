@@ -6,8 +6,6 @@ and `nn.TransformerDecoder`; this file turns `attention_mask` and `past_key_valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -29,7 +27,7 @@ from ..cache import StateCache
 from .configuration import SubquadConfig
 from .loading import load_strictly, settle, shared_names
 
-__all__ = ["Head", "SubquadModel", "SubquadPreTrainedModel", "check_rest"]
+__all__ = ["Head", "SubquadModel", "SubquadPreTrainedModel", "as_asked", "check_rest"]
 
 Self = TypeVar("Self", bound="SubquadPreTrainedModel")
 
@@ -54,6 +52,12 @@ def check_rest(rest: dict[str, Any]) -> None:
         if name == "token_type_ids" and not bool(torch.as_tensor(value).any()):
             continue
         raise TypeError(f"forward() got {name}=, which these models do not have; leave it out")
+
+
+def as_asked(out: Any, return_dict: bool | None, config: Any) -> Any:
+    """An output as a tuple where the call, or else the config, says return_dict=False."""
+    asked = config.return_dict if return_dict is None else return_dict
+    return out.to_tuple() if asked is False else out
 
 
 class Head(nn.Linear):
@@ -135,7 +139,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
     def calibrate(self, *inputs: Any, **batch: Any) -> None:
         """Run a batch and add each layer's queries and keys to its mechanism's statistics; see `nn`'s `calibrate`."""
         with calibrating(self):
-            self.base_model(*inputs, **batch)
+            self.base_model(*inputs, **{"use_cache": False, **batch})
 
     # -- embeddings -------------------------------------------------------------------------------------------------
 
@@ -239,6 +243,8 @@ class SubquadModel(SubquadPreTrainedModel):
         return mask
 
     def _cache(self, past_key_values: Any, use_cache: bool | None) -> StateCache | None:
+        if use_cache is None:  # what the config says, for calls that can have one
+            use_cache = self.config.use_cache and self.is_recurrent and not self.training
         if past_key_values is None and not use_cache:
             return None
         if not self.is_recurrent:
@@ -253,24 +259,6 @@ class SubquadModel(SubquadPreTrainedModel):
                 f"{type(past_key_values).__name__}, which holds keys; leave it out to begin a new one"
             )
         return past_key_values
-
-    @contextmanager
-    def _recorded(self, wanted: bool) -> Iterator[list[Tensor]]:
-        """The input of the first block and the output of every block, in order."""
-        kept: list[Tensor] = []
-        if not wanted:
-            yield kept
-            return
-        if self.config.reversible:
-            raise ValueError("output_hidden_states=True is not possible with reversible=True: they are not kept")
-        blocks = list(self.stack.blocks)
-        handles = [blocks[0].register_forward_pre_hook(lambda _, args: kept.append(args[0]))]
-        handles += [block.register_forward_hook(lambda *call: kept.append(call[-1])) for block in blocks]
-        try:
-            yield kept
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -290,34 +278,34 @@ class SubquadModel(SubquadPreTrainedModel):
         """One of input_ids (B, L), inputs_embeds (B, L, dim), input_features (B, T, frame_width) -> (B, L, dim).
 
         attention_mask:  (B, L), or (B, past + L) with a cache; 0 = padding, anywhere (of frames: at the end)
-        past_key_values: a `StateCache` to continue; it is changed in place. use_cache=True begins one
+        past_key_values: a `StateCache` to continue; it is changed in place. use_cache=True begins one; None: as the
+                         config says, in evaluation mode
         segment_ids:     (B, L) integers: several sequences in a row, each as if it were alone
         """
         check_rest(rest)
         name, x = self._input(input_ids, inputs_embeds, input_features)
-        cache = self._cache(past_key_values, use_cache)
+        cache = self._cache(past_key_values, False if use_cache is None and segment_ids is not None else use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         mask = self._key_mask(attention_mask, x.shape[0], x.shape[1], past, x.device)
         if name == "input_features":
             x, mask = self._joined_frames(x, mask)
-        is_causal, recording = self.config.kind == "decoder", bool(output_hidden_states)
+        is_causal = self.config.kind == "decoder"
+        recording = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         if segment_ids is not None and (cache is not None or recording):
             raise ValueError("segment_ids cannot be combined with a cache or output_hidden_states")
-        if cache is not None and recording:
-            raise ValueError("output_hidden_states=True cannot be combined with a cache; call with use_cache=False")
-        with self._recorded(recording) as kept:
-            if segment_ids is not None:
-                hidden = run_packed(
-                    lambda x, mask: self.stack.hidden(x, is_causal=is_causal, key_mask=mask), x, segment_ids, mask
-                )
-            elif cache is None:
-                hidden = self.stack.hidden(x, is_causal=is_causal, key_mask=mask)
-            else:
-                hidden, states = self.stack.scan_hidden(x, cache.model_state, key_mask=mask, start=None)
-                cache.store(states, x.shape[1])
+        kept: list[Tensor] | None = [] if recording else None
+        if segment_ids is not None:
+            hidden = run_packed(
+                lambda x, mask: self.stack.hidden(x, is_causal=is_causal, key_mask=mask), x, segment_ids, mask
+            )
+        elif cache is None:
+            hidden = self.stack.hidden(x, is_causal=is_causal, key_mask=mask, between=kept)
+        else:
+            hidden, states = self.stack.scan_hidden(x, cache.model_state, key_mask=mask, start=None, between=kept)
+            cache.store(states, x.shape[1])
         out = BaseModelOutputWithPast(
             last_hidden_state=hidden,  # type: ignore[arg-type]
             past_key_values=cache,
-            hidden_states=(*kept[:-1], hidden) if recording else None,  # type: ignore[arg-type]
+            hidden_states=None if kept is None else (*kept[:-1], hidden),  # type: ignore[arg-type]
         )
-        return out.to_tuple() if return_dict is False else out
+        return as_asked(out, return_dict, self.config)
