@@ -13,6 +13,7 @@ from typing import Any
 
 from ...features.calibration import Calibration
 from ...mechanisms import Mechanism
+from ...mechanisms.softmax import Softmax
 from ...nn.choice import make_mechanism, per_layer
 from ..head_groups import HeadGroups
 from .capturing import LayerSample, select_layers
@@ -63,6 +64,8 @@ def _build(choice: Any, layer: AttentionLayer, options: Mapping[str, Any], alone
         if choice is None:
             return None
     if layer.head_dim is None or layer.heads is None or layer.kv_heads is None:
+        if choice == Softmax.name or choice is Softmax:
+            return Softmax(1)  # the module goes on with its own attention function, whatever its shape
         raise ValueError(
             f"{_where(layer)}: {type(layer.module).__name__} does not say its head width or number of heads; pass "
             "calibration= with at least one batch, from which they can be seen"

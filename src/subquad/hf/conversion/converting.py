@@ -7,20 +7,25 @@ it was. What was done is written into the model's config, which is what `save_pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
+from ... import checks
 from ...mechanisms import Mechanism
 from .attachment import attach, detach, record_conversion
-from .capturing import LayerSample, capture
+from .capturing import LayerSample, capture, select_layers
 from .checking import disagreements, look
 from .choice import Assignment, assign, needs_calibration, seen_as, without
 from .interface import mechanism_of
 from .layers import AttentionLayer, known_layers
 from .report import ConversionReport, Errors, LayerReport, total_tokens
 from .trials import Trial, make_trials
+
+if TYPE_CHECKING:
+    from ..plan.automatic import Chosen
 
 __all__ = ["convert", "revert"]
 
@@ -102,11 +107,14 @@ def saved_config(mechanism: Mechanism) -> dict[str, Any]:
 
 def convert(
     model: Model,
-    mechanism: Any,
+    mechanism: Any = None,
     layers: Iterable[int | str] | None = None,
     calibration: Iterable[Any] | None = None,
     *,
+    error: float = 0.01,
     check: bool = True,
+    length: int | None = None,
+    positions: str | None = None,
     **options: Any,
 ) -> tuple[Model, ConversionReport]:
     """Replace the attention of `model`, in place, and report what it costs: (model, report).
@@ -115,13 +123,18 @@ def convert(
                  torch.nn.MultiheadAttention (nn.TransformerEncoder, ...)
     mechanism:   a name ("performer"), {"mechanism": name, **options}, a `Mechanism` object (each layer gets one of its
                  kind), a function of the layer, or one choice per layer: a list, or a mapping from numbers or names,
-                 None for "leave it exact"
+                 None for "leave it exact". Without one, the fastest is chosen for every layer and head at which the
+                 model's output stays within `error` on batches of `calibration` that are held out for it; it may be
+                 that nothing should be converted at that length, which the report then says
+    error:       1 - cosine of the last hidden state, or relative squared error of the logits; where none is named
+    length:      tokens that the choice is made for; None = those of the longest batch
     layers:      numbers or names of the attention layers to convert; None = all that can be
     calibration: batches as the model takes them (dicts of tensors). Needed by mechanisms with centring or SDERF
                  features; where given, the report has each layer's error on them
     check:       try the conversion out first, on the first batch or on one made from the config: with exact attention
                  in the converted path the model must give what it gives. A layer for which it does not stays exact,
                  with the difference in the report, or raises if it was asked for by name
+    positions:   "interpolate": let a SentenceTransformer with learned positions encode texts of up to `length` tokens
     options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
 
     The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
@@ -145,6 +158,7 @@ def convert(
             f"the model is converted already (attention layer {already[0].index} is "
             f"{mechanism_of(already[0].module).name!r}); call subquad.hf.revert(model) first"  # type: ignore[union-attr]
         )
+    _check_positions(model, positions, length)
     batches = _batches(calibration)
     trials = make_trials(model, batches) if check else []
     if trials:
@@ -152,6 +166,12 @@ def convert(
     elif batches:
         seen = {sample.layer: sample for sample in capture(model, batches[:1])}
         found = [seen_as(layer, seen.get(layer.index)) for layer in found]
+    chosen_by_itself: Chosen | None = None
+    if mechanism is None:
+        chosen_by_itself = _choose(model, found, batches, layers, error, length, options)
+        mechanism, options = chosen_by_itself.mechanisms, {}
+        if all(one is None for one in mechanism.values()):
+            return model, replace(_nothing(found, batches), choice=chosen_by_itself)
     made = assign(found, mechanism, layers, options)
     for assignment in made:
         if assignment.mechanism is not None:
@@ -161,7 +181,7 @@ def convert(
         _check_trials(model, found, trials)
         made = without(disagreements(model, chosen, trials), made)
     made = _gather(model, made, batches)
-    report = _measure(model, made, batches)
+    report = replace(_measure(model, made, batches), choice=chosen_by_itself)
     # From here on nothing can fail.
     names, facts = {}, {}
     for assignment in made:
@@ -171,7 +191,57 @@ def convert(
             names[layer.name] = saved_config(assignment.mechanism)
             facts[layer.name] = {"causal": layer.is_causal, "cross": layer.cross}
     record_conversion(model, names, facts)
+    if _is_sentence_encoder(model):
+        from . import sentences
+
+        sentences.mark_converted(model)
+        if positions is not None:
+            assert length is not None
+            report = replace(report, notes=(*report.notes, sentences.take_longer_texts(model, length)))
     return model, report
+
+
+def _choose(
+    model: nn.Module,
+    found: Sequence[AttentionLayer],
+    batches: Sequence[Any],
+    layers: Iterable[int | str] | None,
+    error: float,
+    length: int | None,
+    options: Mapping[str, Any],
+) -> Chosen:
+    from ..plan.automatic import choose
+
+    if not batches:
+        raise ValueError(
+            "without a mechanism one is chosen for each layer, by what it does to the model's output: pass "
+            "calibration=, a "
+            "few batches as the model takes them, or name a mechanism"
+        )
+    wanted = {layer.index for layer in select_layers(found, layers)}
+    seen = [layer if layer.index in wanted else replace(layer, obstacle="not asked for") for layer in found]
+    return choose(model, seen, batches, error=error, length=length, **options)
+
+
+def _nothing(found: Sequence[AttentionLayer], batches: Sequence[Any]) -> ConversionReport:
+    rows = tuple(LayerReport(x.index, x.name, None, x.obstacle or "chosen to stay exact") for x in found)
+    return ConversionReport(rows, len(batches))
+
+
+def _is_sentence_encoder(model: nn.Module) -> bool:
+    """Whether sentence-transformers made it, asked without importing that."""
+    return any(kind.__module__.startswith("sentence_transformers.") for kind in type(model).__mro__)
+
+
+def _check_positions(model: nn.Module, positions: str | None, length: int | None) -> None:
+    if positions is None:
+        return
+    checks.check_option("positions", positions, ("interpolate",))
+    if length is None or not _is_sentence_encoder(model):
+        raise ValueError(
+            "positions='interpolate' needs a SentenceTransformer and length=, the longest text in tokens, got "
+            f"{type(model).__name__} and length={length}"
+        )
 
 
 def _check_trials(model: nn.Module, found: Sequence[AttentionLayer], trials: Sequence[Trial]) -> None:
@@ -204,4 +274,8 @@ def revert(model: Model) -> Model:
     for layer in found:
         detach(model, layer)
     record_conversion(model, None, {})
+    if _is_sentence_encoder(model):
+        from .sentences import mark_exact
+
+        mark_exact(model)
     return model

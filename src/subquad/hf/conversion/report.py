@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from ...plain_text import columns
 from ...planning.baselines import uniform_attention
 from .capturing import LayerSample
 from .layers import AttentionLayer
+
+if TYPE_CHECKING:
+    from ..plan.automatic import Chosen
 
 __all__ = ["ConversionReport", "Errors", "LayerReport", "in_brief", "total_tokens"]
 
@@ -53,6 +56,12 @@ class ConversionReport:
     calibration_batches: int = 0
     calibration_tokens: int = 0
     notes: tuple[str, ...] = field(default=())
+    choice: Chosen | None = field(default=None, repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on what the choice is worth; "" where the mechanism was named."""
+        return "" if self.choice is None else self.choice.verdict
 
     @property
     def converted(self) -> list[int]:
@@ -66,7 +75,16 @@ class ConversionReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**asdict(self), "converted": self.converted, "left_exact": self.left_exact}
+        rows = [asdict(layer) for layer in self.layers]
+        return {
+            "layers": rows,
+            "calibration_batches": self.calibration_batches,
+            "calibration_tokens": self.calibration_tokens,
+            "notes": list(self.notes),
+            "choice": None if self.choice is None else self.choice.as_dict(),
+            "converted": self.converted,
+            "left_exact": self.left_exact,
+        }
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("layer", "name", "mechanism", "error", "uniform", "window only")]
@@ -79,7 +97,7 @@ class ConversionReport:
             f"{len(self.converted)} of {len(self.layers)} attention layers converted"
             + (f"; errors on {self.calibration_tokens} tokens" if self.calibration_batches else "; errors not measured")
         )
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *self.notes, *([] if self.choice is None else [str(self.choice)])])
 
 
 def in_brief(config: dict[str, Any]) -> str:

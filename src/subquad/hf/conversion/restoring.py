@@ -181,15 +181,22 @@ def saved_class(folder: str | os.PathLike[str]) -> Any:
     return kind
 
 
-def load(folder: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+def load(folder: str | os.PathLike[str], **options: Any) -> Any:
     """The converted model that `save_pretrained` wrote to `folder`, in the class that wrote it, in any process.
 
     options: those of `from_pretrained` (dtype, device_map, ...)
+
+    A folder that a converted SentenceTransformer was saved to gives one again, as
+    SentenceTransformer(folder, trust_remote_code=True) does: the code that it is asked to trust is this library's.
 
     Plain `AutoModel...from_pretrained(folder)` gives the same after `import subquad.hf`. Weights are safetensors and
     the mechanisms are plain options in config.json: nothing is unpickled.
     """
     config = read_config(folder)
+    if NOTE in config and (Path(folder) / "modules.json").is_file():
+        from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
+
+        return SentenceTransformer(str(folder), trust_remote_code=True, **options)
     if NOTE not in config and config.get("model_type") != "subquad":
         raise ValueError(
             f"{folder} was not saved from a converted model (its config.json has no {NOTE!r}); load it with "

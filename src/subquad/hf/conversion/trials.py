@@ -119,7 +119,9 @@ def _sliced(batch: Any) -> Any:
     """A text of the caller's cut to a few rows and tokens; anything else as it is."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch or not set(batch) <= _TEXT:
         return batch
-    cut = {name: x[:_ROWS, :48] if isinstance(x, Tensor) and x.dim() == 2 else x for name, x in batch.items()}
+    if not all(isinstance(x, Tensor) and x.dim() == 2 for x in batch.values()):
+        return batch
+    cut = {name: x[:_ROWS, :48] for name, x in batch.items()}
     cut.pop("labels", None)
     mask = cut.get("attention_mask")
     if isinstance(mask, Tensor) and not bool(mask.bool().any(-1).all()):

@@ -5,11 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...mechanisms import create
+from ...mechanisms import MECHANISMS, create
 
-__all__ = ["default_candidates", "seeded", "with_causal_form"]
+__all__ = ["EXACT", "automatic_candidates", "default_candidates", "seeded", "with_causal_form"]
 
 CLUSTERED = ("clustered", "improved-clustered")
+EXACT: dict[str, Any] = {"mechanism": "softmax"}
+# What `convert` chooses from when no mechanism is named, in this order; those without a causal form are left out of
+# causal
+# layers, windows out of cross attention.
+SDERF: dict[str, Any] = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True}
+AUTOMATIC: tuple[dict[str, Any], ...] = (
+    EXACT,
+    {"mechanism": "local", "window": 32, "global_tokens": 4},
+    {"mechanism": "local", "window": 128, "global_tokens": 4},
+    {"mechanism": "multipole"},
+    {"mechanism": "improved-clustered", "clusters": 25, "topk": 32, "clustering": "lloyd"},
+    {"mechanism": "improved-clustered", "clusters": 100, "topk": 64, "clustering": "lloyd"},
+    {"mechanism": "hybrid", "window": 32, "sinks": 4, "far": {**SDERF, "num_features": 64}},
+    {"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {**SDERF, "num_features": 256}},
+)
+
+
+def automatic_candidates() -> list[dict[str, Any]]:
+    """`AUTOMATIC`, as far as these mechanisms are there.
+
+    >>> automatic_candidates()[0]
+    {'mechanism': 'softmax'}
+    """
+    return [dict(one) for one in AUTOMATIC if one["mechanism"] in MECHANISMS]
 
 
 def default_candidates(

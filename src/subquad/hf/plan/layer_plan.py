@@ -15,7 +15,7 @@ A layer where even the best mix misses the target stays exact, and the plan says
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
-from ...features.seeded import Projection
-from ...mechanisms import Mechanism, create
-from ...mechanisms.softmax import Softmax
-from ...planning.baselines import uniform_attention
-from ...planning.cost import attention_costs
-from ..conversion.capturing import LayerSample, capture
-from ..conversion.layers import AttentionLayer, known_layers
-from ..conversion.output_projections import output_weight
+from ...mechanisms import Mechanism
 from ..conversion.report import in_brief
 from ..head_groups import HeadGroups
-from .candidates import default_candidates, seeded, with_causal_form
+from .candidates import seeded
 from .search import search
-from .statistics import LayerStatistics, gather
+from .statistics import LayerStatistics
+from .survey import Survey, drawn_matrix, survey_layers
 
-__all__ = ["LayerChoice", "LayerPlan", "plan_layers"]
+__all__ = ["LayerChoice", "LayerPlan", "plan_layers", "planned"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +91,7 @@ class LayerPlan:
                 )
                 for number, (group, part) in enumerate(zip(choice.groups, attend.parts(), strict=True)):
                     matrix = self.matrices.get((choice.layer, choice.kinds[number]))
-                    drawn = _drawn_matrix(part)
+                    drawn = drawn_matrix(part)
                     if matrix is not None and drawn is not None:
                         drawn.copy_(matrix[group["heads"]])
                 made[choice.layer] = self.statistics[choice.layer].calibrate(attend)
@@ -137,50 +131,6 @@ class LayerPlan:
 
 def _text(times: Mapping[int, float]) -> dict[str, float]:
     return {str(length): seconds for length, seconds in times.items()}
-
-
-class _Layer:
-    """One layer's errors: (candidates, KV heads), as shares of the squared norm of its exact output."""
-
-    def __init__(self, layer: AttentionLayer, samples: Sequence[LayerSample], weight: Tensor | None) -> None:
-        self.layer, self.samples, self.weight = layer, samples, weight
-        self.exact: list[Tensor] = []
-        self.norm = 0.0
-        for sample in samples:
-            for q, k, v, mask in sample.calls():
-                out = Softmax(q.shape[-1])(q, k, v, **sample.arguments(mask))
-                self.norm += float(self._mixed(out, sample, mask).sum(1).double().square().sum())
-                self.exact.append(out)
-
-    def _mixed(self, out: Tensor, sample: LayerSample, mask: Tensor | None) -> Tensor:
-        """What each head adds to the layer's output: (B, Hq, L, out), real queries only."""
-        if self.weight is not None:
-            out = out @ self.weight.to(out.dtype).mT
-        own = sample.query_mask(mask)
-        return out if own is None else out * own[:, None, :, None]
-
-    def errors(self, attend: Callable[..., Tensor], kv_heads: int) -> Tensor:
-        """Squared errors per KV head over the layer's squared norm."""
-        total = torch.zeros(kv_heads, dtype=torch.float64)
-        calls = [(sample, call) for sample in self.samples for call in sample.calls()]
-        for (sample, (q, k, v, mask)), exact in zip(calls, self.exact, strict=True):
-            out = attend(q, k, v, **sample.arguments(mask))
-            squares = self._mixed(out - exact, sample, mask).double().square().sum((0, 2, 3))
-            total += squares.view(kv_heads, -1).sum(-1).cpu()
-        return (total / max(self.norm, 1e-300)).nan_to_num(math.inf)
-
-
-def _uniform(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None, **_: Any) -> Tensor:
-    return uniform_attention(q, k, v, is_causal=is_causal, key_mask=key_mask)
-
-
-def _parts(batches: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """Batches for the statistics, and those for the errors: others, where there are two."""
-    given = list(batches)
-    if not given:
-        raise ValueError("batches is empty: at least one is needed, a dict of tensors as the model takes them")
-    half = max(1, len(given) // 2)
-    return (given[:half], given[half:]) if len(given) > 1 else (given, given)
 
 
 @torch.no_grad()
@@ -227,118 +177,47 @@ def plan_layers(
             raise ValueError(f"{argument} must be a positive number, got {value!r}")
     for argument, number in (("max_groups", max_groups), ("length", length), ("draws", draws)):
         checks.check_positive(argument, number)
-    lengths = sorted({length, *lengths})
-    wanted = None if layers is None else list(layers)
-    first, rest = _parts(batches)
-    statistics: dict[int, LayerStatistics] = {}
-    for batch in first:
-        statistics = gather(capture(model, [batch], layers=wanted), statistics)
-    seen: dict[int, list[LayerSample]] = {}
-    for sample in capture(model, rest, layers=wanted):
-        if len(sample) and sample.layer in statistics:
-            seen.setdefault(sample.layer, []).append(sample)
     options = None if candidates is None else [dict(c) for c in candidates]
-    found, shapes, costs = {}, {}, {}
-    matrices: dict[tuple[int, int], Tensor] = {}
-    for layer in known_layers(model):
-        if layer.index not in seen or layer.obstacle:
-            continue
-        q, k, v, _ = next(seen[layer.index][0].calls())
-        shape = (q.shape[-1], q.shape[1], k.shape[1])
-        choices = options if options is not None else default_candidates(cross=layer.cross)
-        causal = seen[layer.index][0].is_causal
-        if causal:
-            choices = with_causal_form(choices, shape, layer.name)
-        shapes[layer.index] = shape
-        one = _Layer(layer, seen[layer.index], output_weight(model, layer, q.shape[1], v.shape[-1]))
-        rows_of_errors = []
-        for number, choice in enumerate(choices):
-            row, matrix = _best_draws(one, choice, shape, statistics[layer.index], balance, seed, draws)
-            rows_of_errors.append(row)
-            if matrix is not None:
-                matrices[layer.index, number] = matrix
-        errors = torch.stack(rows_of_errors)
-        if (shape, causal, layer.cross) not in costs:
-            costs[shape, causal, layer.cross] = _times(choices, shape, causal, lengths)
-        found[layer.index] = (layer, one, choices, errors, *costs[shape, causal, layer.cross])
-    if not found:
-        raise ValueError("no attention layer of the model was reached by the batches; nothing can be planned")
+    found = survey_layers(
+        model, batches, layers=layers, candidates=options, length=length, lengths=lengths, balance=balance, draws=draws,
+        seed=seed,
+    )  # fmt: skip
     picked = search(
-        {i: (row[3], row[4][:, lengths.index(length)]) for i, row in found.items()},
-        target=None if target_error is None else target_error**2,
-        budget=budget,
-        max_groups=max_groups,
+        found.tables(), target=None if target_error is None else target_error**2, budget=budget, max_groups=max_groups
     )
-    rows = []
-    for index, (layer, one, choices, errors, seconds, exact) in found.items():
-        pick = picked[index]
-        kv_heads = errors.shape[1]
-        error = math.sqrt(float(errors[pick, torch.arange(kv_heads)].sum()))
-        best = math.sqrt(float(errors.amin(0).sum()))
-        uniform = math.sqrt(float(one.errors(_uniform, kv_heads).sum()))
-        reason = ""
+    reasons = {}
+    for index, row in found.layers.items():
+        error, best = row.error(picked[index]), math.sqrt(float(row.errors.amin(0).sum()))
         if target_error is not None and error > target_error and keep_exact:
-            reason = f"the best mix has an error of {best:.3f}, above the target {target_error:g}"
+            reasons[index] = f"the best mix has an error of {best:.3f}, above the target {target_error:g}"
+    criterion = f"an error of at most {target_error:g}" if budget is None else f"{1e3 * budget:.1f} ms at {length}"
+    return planned(found, picked, reasons, criterion)
+
+
+def planned(found: Survey, picked: Mapping[int, Tensor], reasons: Mapping[int, str], criterion: str) -> LayerPlan:
+    """The plan that gives each head of each layer the candidate with its number; layers in `reasons` stay exact."""
+    rows = []
+    for index, row in found.layers.items():
+        pick, reason = picked[index], reasons.get(index, "")
+        kv_heads = row.errors.shape[1]
+        best = math.sqrt(float(row.errors.amin(0).sum()))
         groups: tuple[dict[str, Any], ...] = ()
         kinds: list[int] = []
-        times = dict(zip(lengths, exact, strict=True))
+        exact = dict(zip(found.lengths, row.exact_seconds, strict=True))
+        times = exact
         if not reason:
             kinds = sorted(set(pick.tolist()))
-            groups = tuple({"heads": [h for h in range(kv_heads) if pick[h] == c], **choices[c]} for c in kinds)
-            times = {n: float(seconds[pick, i].sum()) for i, n in enumerate(lengths)}
+            groups = tuple({"heads": [h for h in range(kv_heads) if pick[h] == c], **row.choices[c]} for c in kinds)
+            times = {n: float(row.seconds[pick, i].sum()) for i, n in enumerate(found.lengths)}
+        error = 0.0 if reason else row.error(pick)
         rows.append(
             LayerChoice(
-                *(index, layer.name, groups, 0.0 if reason else error, uniform, best, times),
-                exact_seconds=dict(zip(lengths, exact, strict=True)),
+                *(index, row.layer.name, groups, error, row.uniform, best, times),
+                exact_seconds=exact,
                 reason=reason,
                 kinds=tuple(kinds),
             )
         )
-    criterion = f"an error of at most {target_error:g}" if budget is None else f"{1e3 * budget:.1f} ms at {length}"
-    return LayerPlan(tuple(rows), criterion, length, statistics, shapes, matrices, balance, seed)
-
-
-def _drawn_matrix(part: nn.Module) -> Tensor | None:
-    """The projection (H, R, D) of a mechanism or of its far field, the buffer itself; None where it has none."""
-    drawn = (module._buffers.get("matrix") for module in part.modules() if isinstance(module, Projection))
-    return next((matrix for matrix in drawn if matrix is not None and matrix.dim() == 3), None)
-
-
-def _best_draws(
-    one: _Layer,
-    options: Mapping[str, Any],
-    shape: tuple[int, int, int],
-    stats: LayerStatistics,
-    balance: bool,
-    seed: int,
-    draws: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Errors of one candidate with all heads, (H,), and the projection (H, R, D) that gave them where there is one."""
-    group = {"heads": list(range(shape[2])), **seeded(options, seed, stats.layer, 0)}
-    attend = stats.calibrate(HeadGroups(*shape, groups=[group], balance=balance))
-    errors = one.errors(attend, shape[2])
-    drawn = _drawn_matrix(attend)
-    if drawn is None:
-        return errors, None
-    matrix = drawn.clone()
-    for _ in range(draws - 1):
-        attend.redraw()
-        found = one.errors(attend, shape[2])
-        better = found < errors
-        errors = torch.where(better, found, errors)
-        matrix[better] = drawn[better]  # redrawn in place
-    return errors, matrix
-
-
-def _times(
-    choices: Sequence[Mapping[str, Any]], shape: tuple[int, int, int], causal: bool, lengths: Sequence[int]
-) -> tuple[Tensor, list[float]]:
-    """Seconds per KV head, (candidates, lengths), and of the whole layer with exact attention."""
-    head_dim, heads, kv_heads = shape
-    made = []
-    for c in choices:
-        options = seeded(c, 0, 0, 0)
-        made.append(create(options.pop("mechanism"), head_dim, heads, **options))
-    *costs, exact = attention_costs([*made, Softmax(head_dim)], heads=heads, is_causal=causal)
-    table = torch.tensor([[cost.at(n).seconds / kv_heads for n in lengths] for cost in costs], dtype=torch.float64)
-    return table, [exact.at(n).seconds for n in lengths]
+    return LayerPlan(
+        tuple(rows), criterion, found.length, found.statistics, found.shapes, found.matrices, found.balance, found.seed
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["search"]
+__all__ = ["picks_by_price", "search"]
 
 # Prices of the squared error in seconds, from "never mind" to "whatever it takes".
 LAMBDAS = torch.logspace(-9, 9, 145, dtype=torch.float64)
@@ -30,6 +30,23 @@ def _pick(errors: Tensor, seconds: Tensor, price: float, max_groups: int) -> Ten
 
 def _totals(errors: Tensor, seconds: Tensor, pick: Tensor) -> tuple[float, float]:
     return float(errors[pick, torch.arange(errors.shape[1])].sum()), float(seconds[pick].sum())
+
+
+def picks_by_price(tables: Mapping[int, Table], *, max_groups: int) -> list[dict[int, Tensor]]:
+    """The different choices that rising prices of errors lead to, from the fastest to the most accurate.
+
+    tables: {layer: (errors (C, H), seconds per head (C,))}; one price for all layers
+
+    >>> errors, seconds = torch.tensor([[0.5, 0.1], [0.1, 0.1]]), torch.tensor([1.0, 2.0])
+    >>> [pick[0].tolist() for pick in picks_by_price({0: (errors, seconds)}, max_groups=2)]
+    [[0, 0], [1, 0]]
+    """
+    found: list[dict[int, Tensor]] = []
+    for price in LAMBDAS:
+        pick = {i: _pick(errors, seconds, float(price), max_groups) for i, (errors, seconds) in tables.items()}
+        if not found or any(not torch.equal(pick[i], found[-1][i]) for i in pick):
+            found.append(pick)
+    return found
 
 
 def search(
