@@ -98,3 +98,17 @@ def test_every_candidate_can_be_made() -> None:
         sq.create(options.pop("mechanism"), 8, 2, **options)
     assert names[0] == "softmax" and "hybrid" in names and "improved-clustered" in names
     assert automatic.LENGTHS[0] == 512
+
+
+def test_hybrid_by_name_has_the_best_far_field_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = encoder()
+    _, report = convert(model, "hybrid", window=4, sinks=1, calibration=padded_batches(2))
+    for row in report.layers:
+        assert row.mechanism is not None and row.error is not None and row.window_only is not None
+        assert row.error <= row.window_only
+        assert row.mechanism["mechanism"] == "local" or row.mechanism["far"]["features"] == "sderf"
+    revert(model)
+    monkeypatch.setattr("subquad.hf.conversion.converting._far_is_worse", lambda row: row.layer == 1)
+    _, report = convert(model, "hybrid", window=4, sinks=1, calibration=padded_batches(2))
+    assert [row.mechanism["mechanism"] for row in report.layers if row.mechanism] == ["hybrid", "local"]
+    assert "layers [1]: their far field is worse than none" in str(report)

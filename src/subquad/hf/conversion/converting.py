@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ... import checks
-from ...mechanisms import Mechanism
+from ...mechanisms import Mechanism, create
+from ..plan.candidates import SDERF
 from .attachment import attach, detach, record_conversion
 from .capturing import LayerSample, capture, select_layers
 from .checking import disagreements, look
@@ -123,9 +124,10 @@ def convert(
                  torch.nn.MultiheadAttention (nn.TransformerEncoder, ...)
     mechanism:   a name ("performer"), {"mechanism": name, **options}, a `Mechanism` object (each layer gets one of its
                  kind), a function of the layer, or one choice per layer: a list, or a mapping from numbers or names,
-                 None for "leave it exact". Without one, the fastest is chosen for every layer and head at which the
-                 model's output stays within `error` on batches of `calibration` that are held out for it; it may be
-                 that nothing should be converted at that length, which the report then says
+                 None for "leave it exact". "hybrid" with calibration takes the best far field, none where that is
+                 better. Without one, the fastest is chosen for every layer and head at which the model's output stays
+                 within `error` on batches of `calibration` that are held out for it; it may be that nothing should be
+                 converted at that length, which the report then says
     error:       1 - cosine of the last hidden state, or relative squared error of the logits; where none is named
     length:      tokens that the choice is made for; None = those of the longest batch
     layers:      numbers or names of the attention layers to convert; None = all that can be
@@ -172,7 +174,10 @@ def convert(
         mechanism, options = chosen_by_itself.mechanisms, {}
         if all(one is None for one in mechanism.values()):
             return model, replace(_nothing(found, batches), choice=chosen_by_itself)
+    options = _with_best_far(mechanism, options, batches)
     made = assign(found, mechanism, layers, options)
+    if chosen_by_itself is not None:
+        made = [replace(assignment, asked=False) for assignment in made]
     for assignment in made:
         if assignment.mechanism is not None:
             _move(assignment.mechanism, assignment.layer.module)
@@ -182,6 +187,10 @@ def convert(
         made = without(disagreements(model, chosen, trials), made)
     made = _gather(model, made, batches)
     report = replace(_measure(model, made, batches), choice=chosen_by_itself)
+    worse = {row.layer for row in report.layers if row.mechanism is not None and _far_is_worse(row)}
+    if worse and mechanism == "hybrid":
+        made = [_window_alone(a) if a.layer.index in worse else a for a in made]
+        report = replace(_measure(model, made, batches), notes=(_WORSE.format(sorted(worse)),))
     # From here on nothing can fail.
     names, facts = {}, {}
     for assignment in made:
@@ -199,6 +208,28 @@ def convert(
             assert length is not None
             report = replace(report, notes=(*report.notes, sentences.take_longer_texts(model, length)))
     return model, report
+
+
+_WORSE = "layers {}: their far field is worse than none on the calibration batches, so they have the window alone"
+
+
+def _with_best_far(mechanism: Any, options: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, Any]:
+    """The options of "hybrid" with the best far field that calibration allows, where none is named."""
+    if mechanism != "hybrid" or "far" in options or not batches:
+        return dict(options)
+    far = {**SDERF, "num_features": 256, "per_head": True, "seed": options.get("seed", 0)}
+    return {**{name: x for name, x in options.items() if name != "seed"}, "far": far}
+
+
+def _far_is_worse(row: LayerReport) -> bool:
+    return row.error is not None and row.window_only is not None and row.error > row.window_only
+
+
+def _window_alone(assignment: Assignment) -> Assignment:
+    one: Any = assignment.mechanism
+    near = create("local", one.head_dim, one.heads, window=one.window, global_tokens=one.sinks)
+    _move(near, assignment.layer.module)
+    return replace(assignment, mechanism=near)
 
 
 def _choose(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...mechanisms import MECHANISMS, create
 
-__all__ = ["EXACT", "automatic_candidates", "default_candidates", "seeded", "with_causal_form"]
+__all__ = ["EXACT", "SDERF", "automatic_candidates", "default_candidates", "seeded", "with_causal_form"]
 
 CLUSTERED = ("clustered", "improved-clustered")
 EXACT: dict[str, Any] = {"mechanism": "softmax"}
