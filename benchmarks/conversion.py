@@ -42,9 +42,9 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 import subquad as sq
-from subquad.hf.calibration import calibrate_layers
-from subquad.hf.layer_plan import plan_layers
-from subquad.hf.plan_candidates import default_candidates
+from subquad.hf.plan.candidates import default_candidates
+from subquad.hf.plan.layer_plan import plan_layers
+from subquad.hf.plan.statistics import calibrate_layers
 from subquad.lab import interleave
 from subquad.lab.quality import Uniform, embeddings
 from subquad.mechanisms.head_groups import HeadGroups

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import subquad as sq
-from subquad.hf.layer_plan import LayerPlan, plan_layers
-from subquad.hf.plan_candidates import default_candidates
+from subquad.hf.plan.candidates import default_candidates
+from subquad.hf.plan.layer_plan import LayerPlan, plan_layers
 from subquad.lab.quality import figure
 
 __all__ = ["antibodies", "reactions", "stories"]

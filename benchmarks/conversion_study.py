@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import subquad as sq
-from subquad.hf.distillation import distill
+from subquad.hf.distillation.distilling import distill
 from subquad.lab import machine, write_json
 from subquad.lab.quality import Uniform
 

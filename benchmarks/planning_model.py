@@ -12,7 +12,7 @@ from planning_kinds import Kind, Pair, Sample
 from torch import Tensor
 
 from subquad.hf import capture
-from subquad.hf.families import known_layers
+from subquad.hf.conversion.layers import known_layers
 
 SEQUENCES = 2
 LONGEST = 4096

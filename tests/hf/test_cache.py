@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 import subquad as sq
-from subquad.hf.cache import StateCache, StateLayer, layer_of
+from subquad.hf.cache import StateCache, StateLayer
 from subquad.mechanisms import MECHANISMS
 
 NAMES = sq.list_mechanisms(causal=True, recurrent=True)
@@ -32,7 +32,7 @@ def test_update_and_advance_continue_any_mechanism(name):
         assert layer.get_mask_sizes(piece.stop - piece.start) == (piece.stop - piece.start, piece.start)
         new_k, new_v = layer.update(k[:, :, piece], v[:, :, piece])
         assert new_k.shape[2] == piece.stop - piece.start  # the new tokens alone
-        parts.append(layer_of(new_k).advance(attn, q[:, :, piece], new_k, new_v))
+        parts.append(layer.advance(attn, q[:, :, piece], new_k, new_v))
     torch.testing.assert_close(torch.cat(parts, 2), attn(q, k, v, is_causal=True), atol=1e-5, rtol=1e-5)
     assert (layer.get_seq_length(), layer.get_max_length(), layer.batch_size) == (12, -1, 3)
 
@@ -85,7 +85,7 @@ def test_beside_layers_that_keep_keys_the_mask_is_theirs():
     attn, (q, k, v) = mechanism("linear"), torch.randn(3, 1, 2, 5, 8)
     cache = StateCache([StateLayer(), DynamicLayer()])
     new_k, new_v = cache.update(k, v, 0)
-    layer_of(new_k).advance(attn, q, new_k, new_v)
+    cache.layers[0].advance(attn, q, new_k, new_v)
     cache.update(k, v, 1)
     assert cache.get_seq_length() == 5
     # The first versions of transformers 5 ask with the positions of the queries, later ones with their number.

@@ -8,8 +8,8 @@ import torch
 
 import subquad as sq
 from subquad.features.calibration import Calibration
-from subquad.hf.calibration import calibrate_layers
-from subquad.hf.capturing import capture
+from subquad.hf.conversion.capturing import capture
+from subquad.hf.plan.statistics import calibrate_layers
 from subquad.mechanisms.head_groups import HeadGroups
 
 from . import zoo
@@ -87,8 +87,8 @@ def test_statistics_of_other_heads_are_refused(bert):
 
 
 def test_sharp_and_local_heads_are_seen_as_such():
-    from subquad.hf.calibration import LayerStatistics
-    from subquad.hf.capturing import LayerSample
+    from subquad.hf.conversion.capturing import LayerSample
+    from subquad.hf.plan.statistics import LayerStatistics
 
     angle = torch.arange(200)[:, None] * torch.tensor([0.05, 0.21, 0.4, 0.9])
     path = 4 * torch.cat([angle.cos(), angle.sin()], -1)

@@ -83,7 +83,7 @@ def test_a_converted_model_can_be_watched_too() -> None:
     converted = capture(model, [batch("bert")])
     assert torch.equal(exact[0].q[0], converted[0].q[0])
     assert not torch.equal(exact[1].q[0], converted[1].q[0])
-    assert model.config._attn_implementation == "subquad"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_an_error_leaves_the_model_as_it_was() -> None:

@@ -11,8 +11,8 @@ from transformers.models.bart.modeling_bart import BartDecoderLayer
 
 import subquad as sq
 from subquad.hf import convert, revert
-from subquad.hf.families import find_layers
-from subquad.hf.interface import mechanism_of
+from subquad.hf.conversion.interface import mechanism_of
+from subquad.hf.conversion.layers import find_layers
 
 from .zoo import FAMILIES, SEQ2SEQ, TEXT, Oracle, batch, make, real_logits, text
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from subquad import cli
 from subquad.hf import convert, load
-from subquad.hf.families import find_layers
-from subquad.hf.interface import mechanism_of
+from subquad.hf.conversion.interface import mechanism_of
+from subquad.hf.conversion.layers import find_layers
 from subquad.lab.converted import lengthened, memory_of, pays_from, time_models
 from subquad.lab.quality import figure, kind_of, read_documents, to_batches
 
@@ -57,6 +57,26 @@ def test_a_folder_comes_out_with_the_report(tmp_path: Path, ids: Path) -> None:
     assert [mechanism_of(layer.module) is None for layer in find_layers(model)] == [False, True, False]
 
 
+@pytest.mark.parametrize(("length", "pays"), [(8192, True), (16, False)])
+def test_text_alone_chooses_or_says_that_nothing_pays(
+    tmp_path: Path, ids: Path, length: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def times(choices: Any, shape: Any, causal: bool, lengths: Any) -> Any:
+        rows = [[1e-8 * n * n if c["mechanism"] == "softmax" else 1e-6 * n for n in lengths] for c in choices]
+        return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
+
+    monkeypatch.setattr("subquad.hf.plan.survey._times", times)
+    out = tmp_path / "out"
+    ran = invoke(
+        saved(tmp_path, "llama"), "--text", ids, "--error", 0.5, "--length", length, "--no-speed", "--out", out
+    )
+    assert ran.exit_code == 0, ran.output
+    record = json.loads((out / "report.json").read_text())["layers"]
+    assert bool(record["converted"]) == pays and record["choice"]["error"] <= 0.5
+    assert ("times as fast as exact" if pays else "nothing was converted") in ran.output
+    assert (out / "model.safetensors").exists() == pays
+
+
 def test_distillation_lowers_the_damage(tmp_path: Path, ids: Path) -> None:
     out = tmp_path / "out"
     ran = invoke(
@@ -85,10 +105,10 @@ def test_documents_kept_aside_are_used_for_nothing_else(
                 seen[where].add(tuple(row[mask.bool()].tolist()))
 
     from subquad import hf
-    from subquad.hf import distillation
+    from subquad.hf.distillation import distilling as training
     from subquad.lab import quality
 
-    true_convert, true_distill, true_figure = hf.convert, distillation.distill, quality.figure
+    true_convert, true_distill, true_figure = hf.convert, training.distill, quality.figure
 
     def converting(*args: Any, calibration: Any = (), **options: Any) -> Any:
         note("calibration", calibration or ())
@@ -103,7 +123,7 @@ def test_documents_kept_aside_are_used_for_nothing_else(
         return true_figure(kind, model, batches, **options)
 
     monkeypatch.setattr(hf, "convert", converting)
-    monkeypatch.setattr(distillation, "distill", distilling)
+    monkeypatch.setattr(training, "distill", distilling)
     monkeypatch.setattr(quality, "figure", measuring)
     ran = invoke(
         saved(tmp_path, "bert"), "--mechanism", "hedgehog", "--calibrate", ids, "--distill", ids, "--steps", 1,

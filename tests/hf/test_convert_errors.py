@@ -109,12 +109,13 @@ def test_layers_that_were_named_and_cannot_be_converted() -> None:
         convert(make("bart"), "hybrid", layers=[3], window=2)
 
 
-def test_switching_the_implementation_later_is_not_silent() -> None:
+def test_switching_the_implementation_later_leaves_the_mechanisms_in_place() -> None:
     model = make("bert")
     convert(model, "linear")
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match=r"set to 'sdpa' since.*silently compute exact attention.*revert"):
-        model(**batch("bert"))
+    wanted = real_logits(model, batch("bert"))
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        torch.testing.assert_close(real_logits(model, batch("bert")), wanted)
 
 
 # -- masks --------------------------------------------------------------------------------------------------------
@@ -126,15 +127,12 @@ def test_masks_are_refused_by_name() -> None:
     ids = text()["input_ids"]
     arbitrary = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
     arbitrary[:, :, 5, 2] = False
-    with pytest.raises(ValueError, match=r"layer 0 \(LlamaAttention\) got an arbitrary 4D mask"):
+    with pytest.raises(ValueError, match=r"layer 'model.layers.0.self_attn' got an arbitrary 4D mask"):
         model(ids, attention_mask=arbitrary)
     bias = torch.zeros(3, 1, 12, 12).masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -1e9)
     bias[..., 3, 1] = -0.5
     with pytest.raises(ValueError, match="got an additive bias of the scores"):
         model(ids, attention_mask=bias)
-    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(3, -1)
-    with pytest.raises(ValueError, match="got packed sequences"):
-        model(ids, position_ids=packed, use_cache=False)
 
 
 def test_masks_that_say_causal_in_their_own_way_are_understood() -> None:
@@ -172,7 +170,7 @@ def test_a_bias_in_cross_attention_is_not_overlooked() -> None:
     layer = model.decoder.block[0].layer[1].EncDecAttention
     hidden, memory = torch.randn(1, 3, 32), torch.randn(1, 4, 32)
     layer(hidden, key_value_states=memory, position_bias=torch.zeros(1, 4, 3, 4))
-    with pytest.raises(ValueError, match="position_bias=, a bias of every score"):
+    with pytest.raises(ValueError, match="adds a learned bias of the relative position to every score"):
         layer(hidden, key_value_states=memory, position_bias=torch.ones(1, 4, 3, 4))
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from subquad.hf import convert
-from subquad.hf.interface import ConvertedLayer, CrossLayer
+from subquad.hf.conversion.attending import ConvertedLayer, CrossLayer
 
 from .zoo import DECODERS, SEQ2SEQ, Oracle, make, text
 

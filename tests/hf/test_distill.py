@@ -7,9 +7,9 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import subquad as sq
-from subquad.hf.distillation import distill
-from subquad.hf.distillation_losses import output_loss
-from subquad.hf.trainable import attention_tensors, trainable_buffers
+from subquad.hf.distillation.distilling import distill
+from subquad.hf.distillation.losses import output_loss
+from subquad.hf.distillation.trainable import attention_tensors, trainable_buffers
 
 SDERF = {
     "mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": 16,

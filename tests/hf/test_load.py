@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import subquad as sq
 from subquad.hf import convert, load, revert
-from subquad.hf.families import find_layers
-from subquad.hf.interface import mechanism_of
+from subquad.hf.conversion.interface import mechanism_of
+from subquad.hf.conversion.layers import find_layers
 
 from .zoo import AUTO, VOCAB, batch, make, real_logits, text
 

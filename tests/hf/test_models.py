@@ -71,10 +71,29 @@ def test_the_model_is_the_one_of_nn():
     outer = SubquadForCausalLM.from_nn(inner)
     ids, mask = tokens(2, 9), torch.tensor([[1] * 6 + [0] * 3, [1] * 9])
     assert torch.equal(outer(ids).logits, inner(ids))
-    assert torch.equal(outer(ids, attention_mask=mask).logits, inner(ids, key_mask=mask.bool()))
+    assert torch.equal(outer(ids, attention_mask=mask, use_cache=False).logits, inner(ids, key_mask=mask.bool()))
     assert outer.config.architecture() == inner.config
     encoder = sq.nn.TransformerEncoder(**TINY, vocab=VOCAB).eval()
     assert torch.equal(SubquadModel.from_nn(encoder)(ids).last_hidden_state, encoder(ids))
+
+
+def test_the_config_says_what_a_call_does_not():
+    model = SubquadForCausalLM(config(mechanism="linear", kind="decoder")).eval()
+    ids, mask = tokens(2, 9), torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    assert model(ids).past_key_values is not None and model(ids, use_cache=False).past_key_values is None
+    assert model.train()(ids).past_key_values is None
+    model.eval().config.use_cache = False
+    assert model(ids).past_key_values is None
+    model.config.output_hidden_states = True
+    states = [model(ids, attention_mask=mask, use_cache=cached).hidden_states for cached in (False, True)]
+    assert len(states[0]) == len(states[1]) == model.config.layers + 1
+    for plain, cached in zip(*states, strict=True):
+        torch.testing.assert_close(plain[mask.bool()], cached[mask.bool()], atol=1e-5, rtol=1e-5)
+    embedded = model.get_input_embeddings()(ids)
+    assert torch.equal(states[0][0][mask.bool()], embedded[mask.bool()])  # in the caller's order, padding or not
+    model.config.return_dict = False
+    assert isinstance(model(ids), tuple) and isinstance(model.model(ids), tuple)
+    assert model(ids, return_dict=True).logits.shape == (2, 9, VOCAB)
 
 
 @pytest.mark.parametrize("name", sq.list_mechanisms())
@@ -274,7 +293,6 @@ def test_pipelines():
         ({"attention_mask": torch.ones(1, 4)}, r"attention_mask must have shape .*\(1, 5\), got shape \(1, 4\)"),
         ({"inputs_embeds": torch.ones(1, 5, 16)}, "exactly one of input_ids, inputs_embeds"),
         ({"segment_ids": torch.zeros(1, 5, dtype=torch.int64), "use_cache": True}, "segment_ids cannot be combined"),
-        ({"output_hidden_states": True, "use_cache": True}, "output_hidden_states=True cannot be combined"),
         ({"head_mask": torch.ones(2)}, "forward.. got head_mask="),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

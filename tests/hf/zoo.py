@@ -8,9 +8,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-from subquad.kernels.operator import Call
-from subquad.mechanisms import Mechanism
-from subquad.mechanisms.softmax import Softmax
+from subquad.hf.conversion.checking import StandIn
 
 VOCAB, LENGTH, LENGTHS = 50, 12, (12, 7, 4)
 _SIZE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -36,30 +34,13 @@ AUTO = {
 }
 
 
-class Oracle(Mechanism):
+class Oracle(StandIn):
     """Exact attention that does not say so: conversion treats it like any approximation, and must change nothing."""
 
     name = "oracle"
-    equation = "softmax(q k^T) v"
-    paper = "none"
-    complexity = "O(L^2)"
-    recurrent = True
 
     def __init__(self, head_dim: int, heads: int | None = None, kv_heads: int | None = None) -> None:
-        super().__init__(head_dim, heads, kv_heads)
-        self.inner = Softmax(head_dim)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        return self.inner._attend(q, k, v, call, is_causal=is_causal)
-
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
-        return self.inner._scan(q, k, v, state, call)
-
-    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
-        return self.inner._absorb(k, v, state, call)
-
-    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
-        return self.inner._read(q, state, call)
+        super().__init__(head_dim)
 
 
 def make(name: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 import subquad as sq
 from subquad.features.calibration import balancing_map
-from subquad.hf.restoring import rebuild
+from subquad.hf.conversion.restoring import rebuild
 from subquad.mechanisms.head_groups import HeadGroups, HeadGroupsState
 
 D, H = 8, 4

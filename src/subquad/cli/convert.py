@@ -10,7 +10,7 @@ from subquad.cli.terminal import numbers, progress, user_errors
 from subquad.files import check_writable
 
 if TYPE_CHECKING:
-    from subquad.hf.conversion_report import ConversionReport
+    from subquad.hf.conversion.report import ConversionReport
 
 __all__ = ["convert"]
 
@@ -78,6 +78,12 @@ def _longest(config: Any, tokenizer: Any) -> int:
 def convert(
     model: Annotated[str, typer.Argument(help="Folder of a transformers model.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted model and report.json.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text, or JSON lists of token ids: choose the fastest mechanisms within --error."),
+    ] = None,
+    error: Annotated[float, typer.Option(help="Largest error of the model's output, with --text.")] = 0.01,
+    length: Annotated[int | None, typer.Option(help="Tokens to choose for, with --text; those of the texts.")] = None,
     mechanism: Annotated[str, typer.Option(help="A name, name:option=value:..., or JSON.")] = "hybrid",
     option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
     layers: Annotated[
@@ -100,9 +106,9 @@ def convert(
     from transformers.utils import logging
 
     from subquad import hf
-    from subquad.hf.distillation import distill as run_distillation
-    from subquad.hf.restoring import saved_class
-    from subquad.hf.tokenization import saved_tokenizer
+    from subquad.hf.conversion.restoring import saved_class
+    from subquad.hf.distillation.distilling import distill as run_distillation
+    from subquad.hf.models.tokenization import saved_tokenizer
     from subquad.lab import machine, write_json
     from subquad.lab.converted import memory_of, pays_from, time_models
     from subquad.lab.quality import KINDS, figure, kind_of, to_batches
@@ -111,7 +117,10 @@ def convert(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with user_errors(), progress("converting") as step:
-        chosen = parse_mechanism(mechanism, parse_pairs("--option", option or []))
+        chosen = None if text is not None else parse_mechanism(mechanism, parse_pairs("--option", option or []))
+        if text is not None and calibrate is not None:
+            raise ValueError("--text and --calibrate both name texts to measure on: give --text alone")
+        calibrate = text if text is not None else calibrate
         at = numbers(lengths)
         _check_target(model, out)
         step("loading the model", 0, 5)
@@ -131,10 +140,16 @@ def convert(
             texts = _documents(distill, tokenizer, exact.config, longest, _BATCH)
             training = to_batches(_without(texts, aside, distill)[:documents], _BATCH, padding)
         step("calibrating and measuring each layer", 1, 5)
-        converted, report = hf.convert(copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches)
+        budget: dict[str, Any] = {} if chosen is not None else {"error": error, "length": length}
+        converted, report = hf.convert(
+            copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches, **budget
+        )
         record: dict[str, Any] = {"model": model, "mechanism": chosen, "layers": report.as_dict(), "machine": machine()}
         print(report)
         write_json(out / "report.json", record)
+        if not report.converted:
+            print(f"no model was written; every number: {out / 'report.json'}", file=sys.stderr)
+            return
 
         if held:
             mask_token = getattr(tokenizer, "mask_token_id", None)

@@ -15,7 +15,7 @@ __all__ = ["generate"]
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> "PreTrainedTokenizerBase":
-    from subquad.hf.tokenization import saved_tokenizer
+    from subquad.hf.models.tokenization import saved_tokenizer
 
     found = saved_tokenizer(folder)
     if found is None:
@@ -54,7 +54,7 @@ def _trained(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
 
 def _open(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
     """Model and tokenizer, whoever wrote the folder."""
-    from subquad.hf.restoring import read_config  # its room also registers the model classes
+    from subquad.hf.conversion.restoring import read_config  # its room also registers the model classes
 
     if (folder / "run.json").is_file() and not (folder / "config.json").is_file():
         return _trained(folder)

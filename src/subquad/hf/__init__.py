@@ -9,26 +9,26 @@ from . import versions  # noqa: F401
 
 from ..mechanisms.head_groups import HeadGroups
 from .cache import StateCache, StateLayer
-from .calibration import LayerStatistics, calibrate_layers
-from .callbacks import RedrawCallback
-from .capturing import LayerSample, capture
-from .configuration import SubquadConfig
-from .conversion import convert, revert
-from .distillation import DistillationReport, distill
-from .layer_plan import LayerPlan, plan_layers
-from .modeling import SubquadModel, SubquadPreTrainedModel
-from .modeling_causal import SubquadForCausalLM
-from .modeling_heads import (
+from .conversion.capturing import LayerSample, capture
+from .conversion.converting import convert, revert
+from .conversion.restoring import load
+from .distillation.distilling import DistillationReport, distill
+from .models.callbacks import RedrawCallback
+from .models.causal import SubquadForCausalLM
+from .models.configuration import SubquadConfig
+from .models.heads import (
     SubquadForCTC,
     SubquadForMaskedLM,
     SubquadForSequenceClassification,
     SubquadForTokenClassification,
 )
-from .plan_candidates import default_candidates
-from .registration import register
-from .restoring import load
-from .tokenization import ByteTokenizer
-from .weights import from_transformers
+from .models.registration import register
+from .models.stack_model import SubquadModel, SubquadPreTrainedModel
+from .models.tokenization import ByteTokenizer
+from .models.weights import from_transformers
+from .plan.candidates import default_candidates
+from .plan.layer_plan import LayerPlan, plan_layers
+from .plan.statistics import LayerStatistics, calibrate_layers
 
 __all__ = [
     "ByteTokenizer",

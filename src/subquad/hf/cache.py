@@ -20,24 +20,15 @@ from .. import checks
 from ..mechanisms import Mechanism
 from ..nn.states import ModelState
 
-__all__ = ["StateCache", "StateLayer", "layer_of"]
-
-# Where `StateLayer.update` leaves the way from the keys it returns to itself.
-_MARK = "_subquad_layer"
+__all__ = ["StateCache", "StateLayer"]
 
 
 class StateLayer(CacheLayerMixin):
     """One layer's memory: a mechanism's state and the number of tokens it was made from, padding included.
 
-    For models whose layers call `past_key_values.update(k, v, layer_idx)` and then an attention function (every
-    decoder of transformers), `update` counts the new tokens and returns the new k and v alone, never the past; the
-    attention function goes on from there:
-
-        layer = layer_of(k)                                            # None without a cache
-        out = layer.advance(mechanism, q, k, v, key_mask=..., scale=...)
-
-    so the state goes in and comes out in one place. The mask of such a call covers the new tokens only, which is what
-    `get_mask_sizes` says.
+    `update` counts new tokens and returns their k and v alone, never the past; `advance` goes on from the state over
+    them, so the state goes in and comes out in one place. The mask of such a call covers the new tokens only, which
+    is what `get_mask_sizes` says.
 
     >>> import subquad as sq
     >>> attn = sq.create("linear", head_dim=8)
@@ -45,7 +36,7 @@ class StateLayer(CacheLayerMixin):
     >>> layer = StateLayer()
     >>> for piece in (slice(0, 7), slice(7, 10)):
     ...     new_k, new_v = layer.update(k[:, :, piece], v[:, :, piece])
-    ...     out = layer_of(new_k).advance(attn, q[:, :, piece], new_k, new_v)
+    ...     out = layer.advance(attn, q[:, :, piece], new_k, new_v)
     >>> torch.allclose(out, attn(q, k, v, is_causal=True)[:, :, 7:], atol=1e-5), layer.get_seq_length()
     (True, 10)
     """
@@ -86,12 +77,10 @@ class StateLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.length += key_states.shape[-2]
-        setattr(key_states, _MARK, self)
         return key_states, value_states
 
     def advance(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         """mechanism.scan of the tokens that `update` counted, after the state, which is replaced; -> (B, Hq, L, E)."""
-        k.__dict__.pop(_MARK, None)  # a state that keeps k would lead back to this layer: a cycle
         out, self.state = mechanism.scan(q, k, v, self.state, **call)
         return out
 
@@ -166,18 +155,6 @@ class StateLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move the state back to where it was made."""
         self._change(lambda x: x.to(self.device, non_blocking=True))
-
-
-def layer_of(key_states: Tensor) -> StateLayer | None:
-    """The `StateLayer` whose `update` returned these keys, or None: how an attention function finds its state.
-
-    >>> layer = StateLayer()
-    >>> k, v = layer.update(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    >>> layer_of(k) is layer, layer_of(k.clone())
-    (True, None)
-    """
-    found: StateLayer | None = getattr(key_states, _MARK, None)
-    return found
 
 
 class StateCache(Cache):

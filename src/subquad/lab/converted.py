@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.hf.capturing import run
+from subquad.hf.conversion.capturing import run
 from subquad.lab.measure import interleave
 from subquad.lab.memory import high_water, reset_high_water
 from subquad.plain_text import first_line
@@ -123,7 +123,7 @@ def memory_of(folder: Path, lengths: Sequence[int], *, timeout: float = 600.0) -
 
 def _child(folder: str, lengths: Sequence[int]) -> None:
     import subquad.hf  # noqa: F401 - converted models need it to come back as such
-    from subquad.hf.restoring import saved_class
+    from subquad.hf.conversion.restoring import saved_class
 
     model = lengthened(saved_class(folder).from_pretrained(folder).eval(), max(lengths))
     with torch.no_grad():

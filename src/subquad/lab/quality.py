@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.hf.capturing import run
+from subquad.hf.conversion.capturing import run
 from subquad.kernels.operator import Call
 from subquad.mechanisms import Mechanism
 from subquad.nn.pooling import pool

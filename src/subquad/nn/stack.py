@@ -217,8 +217,12 @@ class Stack(Model):
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         start: Tensor | None = None,
+        between: list[Tensor] | None = None,
     ) -> Tensor:
-        """x (B, L) or (B, L, dim) -> (B, L, dim), after the final norm; positions begin at `start` (B,), or 0."""
+        """x (B, L) or (B, L, dim) -> (B, L, dim), after the final norm; positions begin at `start` (B,), or 0.
+
+        between: gets the input of the first block and the output of each
+        """
         checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
         order = None
         if key_mask is not None:
@@ -229,7 +233,9 @@ class Stack(Model):
         h, rotation = self._embedded(x, token_positions(x.shape[1], key_mask, x.device, start))
         call = Call(is_causal, key_mask, rotation, memory, memory_mask)
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
+        kept = [h]
         if self.config.reversible:
+            _refuse_between(between)
             h = run_reversible(blocks, h, call)
         else:
             for block in blocks:
@@ -237,8 +243,9 @@ class Stack(Model):
                     h = checkpoint(block, h, call, use_reentrant=False)
                 else:
                     h = block(h, call)
-        out: Tensor = self.norm(h)
-        return out if order is None else take_tokens(out, torch.argsort(order, dim=-1))
+                if between is not None:
+                    kept.append(h)
+        return _in_order(self.norm(h), order, kept, between)
 
     # -- token by token ---------------------------------------------------------------------------------------------
 
@@ -263,9 +270,18 @@ class Stack(Model):
         return ModelState((None,) * self.config.layers, (), begin, torch.zeros_like(begin), self.origin)
 
     def scan_hidden(
-        self, x: Tensor, states: ModelState | None, *, key_mask: Tensor | None, start: int | Tensor | None
+        self,
+        x: Tensor,
+        states: ModelState | None,
+        *,
+        key_mask: Tensor | None,
+        start: int | Tensor | None,
+        between: list[Tensor] | None = None,
     ) -> tuple[Tensor, ModelState]:
-        """Consume x (B, L) or (B, L, dim) after `states`: (hidden (B, L, dim) after the final norm, new states)."""
+        """Consume x (B, L) or (B, L, dim) after `states`: (hidden (B, L, dim) after the final norm, new states).
+
+        between: as for `hidden`
+        """
         checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
         if states is None:
             states = self.empty_states(x.shape[0], x.device, 0 if start is None else start)
@@ -282,14 +298,30 @@ class Stack(Model):
         h, rotation = self._embedded(x, positions)
         call, reversible = Call(True, key_mask, rotation), self.config.reversible
         carried: Any = (h, h) if reversible else h
+        passed = [h]
+        if reversible:
+            _refuse_between(between)
         memory = before.memory or (None,) * self.config.layers
         layers: list[Any] = []
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         for block, state, kept in zip(blocks, before.layers, memory, strict=True):
             carried, state = block.scan(carried, call, state, kept, reversible=reversible)
             layers.append(state)
-        h = self.norm((carried[0] + carried[1]) / 2 if reversible else carried)
-        if order is not None:
-            h = take_tokens(h, torch.argsort(order, dim=-1))
+            if between is not None:
+                passed.append(carried)
+        h = _in_order(self.norm((carried[0] + carried[1]) / 2 if reversible else carried), order, passed, between)
         real = x.shape[1] if key_mask is None else key_mask.sum(-1)
         return h, replace(before, layers=tuple(layers), length=before.length + real)
+
+
+def _refuse_between(between: list[Tensor] | None) -> None:
+    if between is not None:
+        raise ValueError("what is between the blocks is not kept with reversible=True: leave it out, or train without")
+
+
+def _in_order(out: Tensor, order: Tensor | None, kept: list[Tensor], between: list[Tensor] | None) -> Tensor:
+    """The output, and what was kept between the blocks, with the tokens back in the caller's order."""
+    back = None if order is None else torch.argsort(order, dim=-1)
+    if between is not None:
+        between += kept if back is None else [take_tokens(x, back) for x in kept]
+    return out if back is None else take_tokens(out, back)

@@ -1,0 +1,1 @@
+"""Models that exist with our attention: finding their layers, replacing, checking, saving and loading."""

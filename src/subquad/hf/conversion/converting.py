@@ -1,0 +1,312 @@
+"""`convert`: give a model that exists linear-time attention, keep its weights, and say what that costs.
+
+Everything is built, calibrated and measured first and put in place at the end, so that an error leaves the model as
+it was. What was done is written into the model's config, which is what `save_pretrained` keeps and loading reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ... import checks
+from ...mechanisms import Mechanism, create
+from ..plan.candidates import SDERF
+from .attachment import attach, detach, record_conversion
+from .capturing import LayerSample, capture, select_layers
+from .checking import disagreements, look
+from .choice import Assignment, assign, needs_calibration, seen_as, without
+from .interface import mechanism_of
+from .layers import AttentionLayer, known_layers
+from .report import ConversionReport, Errors, LayerReport, total_tokens
+from .trials import Trial, make_trials
+
+if TYPE_CHECKING:
+    from ..plan.automatic import Chosen
+
+__all__ = ["convert", "revert"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def _batches(calibration: Iterable[Any] | None) -> list[Any]:
+    if calibration is None:
+        return []
+    if isinstance(calibration, (Mapping, torch.Tensor, str)):
+        raise TypeError(
+            "calibration must be an iterable of batches, each a dict of tensors as the model takes them, got a single "
+            f"{type(calibration).__name__}; put it into a list"
+        )
+    batches = list(calibration)
+    if not batches:
+        raise ValueError(
+            "calibration is empty: at least one batch is needed, a dict of tensors as the model takes them"
+        )
+    return batches
+
+
+def _calibrate(mechanism: Mechanism, sample: LayerSample) -> None:
+    for q, k, _, key_mask in sample.calls():
+        mechanism.calibrate(q, k, key_mask=key_mask, query_mask=sample.query_mask(key_mask))
+
+
+def _gather(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> list[Assignment]:
+    """Calibrate what has statistics to gather."""
+    needy = {a.layer.index: a for a in made if a.mechanism is not None and needs_calibration(a.mechanism)}
+    if not needy:
+        return list(made)
+    if not batches:
+        name = next(a.mechanism.name for a in needy.values() if a.mechanism is not None)
+        raise ValueError(
+            f"{name!r} as configured learns means or scales from sample data: pass calibration=, an iterable of "
+            "batches as the model takes them (a few hundred tokens are enough)"
+        )
+    for batch in batches:
+        for sample in capture(model, [batch], layers=list(needy)):
+            mechanism = needy[sample.layer].mechanism
+            assert mechanism is not None
+            _calibrate(mechanism, sample)
+    for assignment in needy.values():
+        assert assignment.mechanism is not None
+        if needs_calibration(assignment.mechanism):
+            raise ValueError(
+                f"the calibration batches never reach attention layer {assignment.layer.index} "
+                f"({assignment.layer.name}), or hold padding only; give batches that run the whole model"
+            )
+    return list(made)
+
+
+def _measure(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> ConversionReport:
+    """Errors of every converted layer on the exact model's own queries, keys and values."""
+    errors = {a.layer.index: Errors(a.layer, a.mechanism) for a in made if a.mechanism is not None}
+    tokens = 0
+    for batch in batches:
+        samples = capture(model, [batch], layers=list(errors))
+        tokens += total_tokens(samples)
+        for sample in samples:
+            errors[sample.layer].add(sample)
+    rows = []
+    for assignment in made:
+        index, mechanism = assignment.layer.index, assignment.mechanism
+        numbers = errors[index].relative() if index in errors else {}
+        what = None if mechanism is None else saved_config(mechanism)
+        rows.append(LayerReport(index, assignment.layer.name, what, assignment.reason, **numbers))
+    return ConversionReport(tuple(rows), len(batches), tokens)
+
+
+def saved_config(mechanism: Mechanism) -> dict[str, Any]:
+    """The mechanism's config, or why it has none: a callable inside cannot be written down."""
+    try:
+        return mechanism.config()
+    except TypeError as error:
+        return {"mechanism": mechanism.name, "unsaveable": str(error)}
+
+
+def convert(
+    model: Model,
+    mechanism: Any = None,
+    layers: Iterable[int | str] | None = None,
+    calibration: Iterable[Any] | None = None,
+    *,
+    error: float = 0.01,
+    check: bool = True,
+    length: int | None = None,
+    positions: str | None = None,
+    **options: Any,
+) -> tuple[Model, ConversionReport]:
+    """Replace the attention of `model`, in place, and report what it costs: (model, report).
+
+    model:       any transformers model whose layers call the attention interface, or a module made of
+                 torch.nn.MultiheadAttention (nn.TransformerEncoder, ...)
+    mechanism:   a name ("performer"), {"mechanism": name, **options}, a `Mechanism` object (each layer gets one of its
+                 kind), a function of the layer, or one choice per layer: a list, or a mapping from numbers or names,
+                 None for "leave it exact". "hybrid" with calibration takes the best far field, none where that is
+                 better. Without one, the fastest is chosen for every layer and head at which the model's output stays
+                 within `error` on batches of `calibration` that are held out for it; it may be that nothing should be
+                 converted at that length, which the report then says
+    error:       1 - cosine of the last hidden state, or relative squared error of the logits; where none is named
+    length:      tokens that the choice is made for; None = those of the longest batch
+    layers:      numbers or names of the attention layers to convert; None = all that can be
+    calibration: batches as the model takes them (dicts of tensors). Needed by mechanisms with centring or SDERF
+                 features; where given, the report has each layer's error on them
+    check:       try the conversion out first, on the first batch or on one made from the config: with exact attention
+                 in the converted path the model must give what it gives. A layer for which it does not stays exact,
+                 with the difference in the report, or raises if it was asked for by name
+    positions:   "interpolate": let a SentenceTransformer with learned positions encode texts of up to `length` tokens
+    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
+
+    The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
+    `load(folder)` brings it back. Decoders generate with a cache of constant size afterwards. Masks that linear-time
+    attention cannot express are refused by name, when the model is called with one.
+
+    >>> import torch, subquad as sq
+    >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), 2).eval()
+    >>> x = torch.randn(2, 10, 32)
+    >>> model, report = sq.hf.convert(model, "performer", calibration=[x], num_features=64, seed=0)
+    >>> report.converted, model(x).shape
+    ([0, 1], torch.Size([2, 10, 32]))
+    >>> model = sq.hf.revert(model)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    found = known_layers(model)
+    already = [layer for layer in found if mechanism_of(layer.module) is not None]
+    if already:
+        raise ValueError(
+            f"the model is converted already (attention layer {already[0].index} is "
+            f"{mechanism_of(already[0].module).name!r}); call subquad.hf.revert(model) first"  # type: ignore[union-attr]
+        )
+    _check_positions(model, positions, length)
+    batches = _batches(calibration)
+    trials = make_trials(model, batches) if check else []
+    if trials:
+        found, trials = look(model, found, trials)
+    elif batches:
+        seen = {sample.layer: sample for sample in capture(model, batches[:1])}
+        found = [seen_as(layer, seen.get(layer.index)) for layer in found]
+    chosen_by_itself: Chosen | None = None
+    if mechanism is None:
+        chosen_by_itself = _choose(model, found, batches, layers, error, length, options)
+        mechanism, options = chosen_by_itself.mechanisms, {}
+        if all(one is None for one in mechanism.values()):
+            return model, replace(_nothing(found, batches), choice=chosen_by_itself)
+    options = _with_best_far(mechanism, options, batches)
+    made = assign(found, mechanism, layers, options)
+    if chosen_by_itself is not None:
+        made = [replace(assignment, asked=False) for assignment in made]
+    for assignment in made:
+        if assignment.mechanism is not None:
+            _move(assignment.mechanism, assignment.layer.module)
+    chosen = [(a.layer, a.mechanism) for a in made if a.mechanism is not None and not a.mechanism.exact]
+    if check and chosen:
+        _check_trials(model, found, trials)
+        made = without(disagreements(model, chosen, trials), made)
+    made = _gather(model, made, batches)
+    report = replace(_measure(model, made, batches), choice=chosen_by_itself)
+    worse = {row.layer for row in report.layers if row.mechanism is not None and _far_is_worse(row)}
+    if worse and mechanism == "hybrid":
+        made = [_window_alone(a) if a.layer.index in worse else a for a in made]
+        report = replace(_measure(model, made, batches), notes=(_WORSE.format(sorted(worse)),))
+    # From here on nothing can fail.
+    names, facts = {}, {}
+    for assignment in made:
+        if assignment.mechanism is not None:
+            layer = assignment.layer
+            attach(model, layer, assignment.mechanism)
+            names[layer.name] = saved_config(assignment.mechanism)
+            facts[layer.name] = {"causal": layer.is_causal, "cross": layer.cross}
+    record_conversion(model, names, facts)
+    if _is_sentence_encoder(model):
+        from . import sentences
+
+        sentences.mark_converted(model)
+        if positions is not None:
+            assert length is not None
+            report = replace(report, notes=(*report.notes, sentences.take_longer_texts(model, length)))
+    return model, report
+
+
+_WORSE = "layers {}: their far field is worse than none on the calibration batches, so they have the window alone"
+
+
+def _with_best_far(mechanism: Any, options: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, Any]:
+    """The options of "hybrid" with the best far field that calibration allows, where none is named."""
+    if mechanism != "hybrid" or "far" in options or not batches:
+        return dict(options)
+    far = {**SDERF, "num_features": 256, "per_head": True, "seed": options.get("seed", 0)}
+    return {**{name: x for name, x in options.items() if name != "seed"}, "far": far}
+
+
+def _far_is_worse(row: LayerReport) -> bool:
+    return row.error is not None and row.window_only is not None and row.error > row.window_only
+
+
+def _window_alone(assignment: Assignment) -> Assignment:
+    one: Any = assignment.mechanism
+    near = create("local", one.head_dim, one.heads, window=one.window, global_tokens=one.sinks)
+    _move(near, assignment.layer.module)
+    return replace(assignment, mechanism=near)
+
+
+def _choose(
+    model: nn.Module,
+    found: Sequence[AttentionLayer],
+    batches: Sequence[Any],
+    layers: Iterable[int | str] | None,
+    error: float,
+    length: int | None,
+    options: Mapping[str, Any],
+) -> Chosen:
+    from ..plan.automatic import choose
+
+    if not batches:
+        raise ValueError(
+            "without a mechanism one is chosen for each layer, by what it does to the model's output: pass "
+            "calibration=, a "
+            "few batches as the model takes them, or name a mechanism"
+        )
+    wanted = {layer.index for layer in select_layers(found, layers)}
+    seen = [layer if layer.index in wanted else replace(layer, obstacle="not asked for") for layer in found]
+    return choose(model, seen, batches, error=error, length=length, **options)
+
+
+def _nothing(found: Sequence[AttentionLayer], batches: Sequence[Any]) -> ConversionReport:
+    rows = tuple(LayerReport(x.index, x.name, None, x.obstacle or "chosen to stay exact") for x in found)
+    return ConversionReport(rows, len(batches))
+
+
+def _is_sentence_encoder(model: nn.Module) -> bool:
+    """Whether sentence-transformers made it, asked without importing that."""
+    return any(kind.__module__.startswith("sentence_transformers.") for kind in type(model).__mro__)
+
+
+def _check_positions(model: nn.Module, positions: str | None, length: int | None) -> None:
+    if positions is None:
+        return
+    checks.check_option("positions", positions, ("interpolate",))
+    if length is None or not _is_sentence_encoder(model):
+        raise ValueError(
+            "positions='interpolate' needs a SentenceTransformer and length=, the longest text in tokens, got "
+            f"{type(model).__name__} and length={length}"
+        )
+
+
+def _check_trials(model: nn.Module, found: Sequence[AttentionLayer], trials: Sequence[Trial]) -> None:
+    if not trials and not all(isinstance(layer.module, nn.MultiheadAttention) for layer in found):
+        raise ValueError(
+            f"no input for {type(model).__name__} could be made from its config, so the conversion cannot be checked: "
+            "pass calibration=, a list with at least one batch as the model takes it, or check=False"
+        )
+
+
+def _move(mechanism: Mechanism, module: nn.Module) -> None:
+    parameter = next(module.parameters(), None)
+    if parameter is not None:
+        mechanism.to(parameter.device)
+    mechanism.train(module.training)
+
+
+def revert(model: Model) -> Model:
+    """Undo `convert`: the mechanisms are removed, the model computes exact attention again. Returns the model.
+
+    >>> import torch, subquad as sq
+    >>> model = torch.nn.MultiheadAttention(32, 4)
+    >>> model, _ = sq.hf.convert(model, "linear")
+    >>> type(sq.hf.revert(model)).__name__
+    'MultiheadAttention'
+    """
+    found = [layer for layer in known_layers(model) if mechanism_of(layer.module) is not None]
+    if not found:
+        raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
+    for layer in found:
+        detach(model, layer)
+    record_conversion(model, None, {})
+    if _is_sentence_encoder(model):
+        from .sentences import mark_exact
+
+        mark_exact(model)
+    return model

@@ -1,0 +1,206 @@
+"""Converted models come back converted: `load`, and what plain `from_pretrained` needs to do the same.
+
+transformers drops the attention implementation when it saves a model and chooses SDPA when it loads one. The note that
+`convert` leaves in the config survives; importing this module makes every transformers model that is built from a
+config with such a note put its mechanisms in before the weights arrive, and makes `from_pretrained` raise where that
+was not possible: a model saved with linear attention never comes back as an exact one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...mechanisms import Mechanism, create
+from ..models.loading import settle
+from .attachment import NOTE, VERSION, attach, base_of
+from .choice import by_name
+from .interface import mechanism_of
+from .layers import find_layers
+
+__all__ = ["load", "read_config", "rebuild", "saved_class"]
+
+
+def rebuild(config: dict[str, Any]) -> Mechanism:
+    """The mechanism of one layer from the note: in float32 and on the CPU, whatever the defaults of the moment are."""
+    if "unsaveable" in config:
+        raise ValueError(
+            f"a layer was converted to a mechanism that cannot be written down ({config['unsaveable']}); convert the "
+            "exact model again in code"
+        )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            return create(by_name(config.get("mechanism")), **{k: v for k, v in config.items() if k != "mechanism"})
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _note(model: Any) -> dict[str, Any] | None:
+    note = getattr(model.config, "__dict__", {}).get(NOTE)
+    if note is None:
+        return None
+    if not isinstance(note, dict) or note.get("version") != VERSION or not isinstance(note.get("layers"), dict):
+        raise ValueError(
+            f"the config's {NOTE} is not one that this version of subquad can read (version {VERSION} expected, got "
+            f"{note.get('version') if isinstance(note, dict) else note!r}); use the subquad that saved the model"
+        )
+    return note
+
+
+def _restore(model: PreTrainedModel) -> None:
+    """Put the mechanisms of the config's note into `model`, if it holds all of the layers that the note names."""
+    note = _note(model)
+    if note is None:
+        return
+    _, prefix = base_of(model)
+    layers = {layer.name: layer for layer in find_layers(model)}
+    wanted = {prefix + name if prefix + name in layers else name: config for name, config in note["layers"].items()}
+    if not wanted.keys() <= layers.keys():
+        return  # a part of the whole model, or a stranger; from_pretrained tells them apart
+    facts = note.get("facts", {})
+    for name, config in wanted.items():
+        layer = layers[name]
+        if mechanism_of(layer.module) is None:
+            known = facts.get(name, facts.get(name.removeprefix(prefix), {}))
+            layer = replace(
+                layer, is_causal=known.get("causal", layer.is_causal), cross=known.get("cross", layer.cross)
+            )
+            attach(model, layer, rebuild(config))
+
+
+def _refuse_exact(model: Any, where: object) -> None:
+    """After loading: every layer of the note is there and has its mechanism, or an error."""
+    note = _note(model)
+    if note is None:
+        return
+    _, prefix = base_of(model)
+    layers = {layer.name: layer.module for layer in find_layers(model)}
+    for name in note["layers"]:
+        module = layers.get(prefix + name, layers.get(name))
+        if module is None or mechanism_of(module) is None:
+            raise ValueError(
+                f"{where} was saved with converted attention, and {type(model).__name__} has no layer {name!r} to put "
+                f"it into; load it with the class that saved it, {model.config.architectures}, or subquad.hf.load"
+            )
+
+
+def _refuse_missing(info: dict[str, Any], where: object) -> None:
+    lost = sorted(key for key in info["missing_keys"] if ".subquad." in f".{key}")
+    odd = sorted(str(entry[0]) for entry in info["mismatched_keys"] if ".subquad." in f".{entry[0]}")
+    if lost or odd:
+        raise ValueError(
+            f"{where} is a converted model, but its weights lack {(lost or odd)[:4]} or hold them in another shape: "
+            "projections and calibration must be those it was saved with"
+        )
+
+
+def _settle(model: nn.Module) -> None:
+    """What transformers leaves undone in mechanisms: tables that are not saved, and what Python knows of the buffers.
+
+    Such tables follow from the options; loading leaves them uninitialised.
+    """
+    for module in model.modules():
+        mechanism = mechanism_of(module)
+        if mechanism is None:
+            continue
+        fresh, saved = dict(rebuild(mechanism.config()).named_buffers()), mechanism.state_dict().keys()
+        for name, buffer in mechanism.named_buffers():
+            if name not in saved:
+                buffer.copy_(fresh[name])
+        settle(mechanism)
+
+
+def _install() -> None:
+    """Wrap the two methods of transformers through which every model is built and loaded."""
+    every: Any = PreTrainedModel
+    post_init, from_pretrained = every.post_init, every.from_pretrained.__func__
+    if hasattr(post_init, "subquad"):
+        return  # this module was imported twice, as a reload does
+
+    @functools.wraps(post_init)
+    def post_init_converted(self: PreTrainedModel) -> None:
+        post_init(self)
+        _restore(self)
+
+    @functools.wraps(from_pretrained)
+    def from_pretrained_converted(cls: Any, path: Any, *inputs: Any, **options: Any) -> Any:
+        wants_info = options.pop("output_loading_info", False)
+        model, info = from_pretrained(cls, path, *inputs, output_loading_info=True, **options)
+        if isinstance(model, PreTrainedModel) and _note(model) is not None:
+            _refuse_exact(model, path)
+            _refuse_missing(info, path)
+            _settle(model)
+        return (model, info) if wants_info else model
+
+    post_init_converted.subquad = True  # type: ignore[attr-defined]
+    every.post_init = post_init_converted
+    every.from_pretrained = classmethod(from_pretrained_converted)
+
+
+_install()
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a folder that `save_pretrained` wrote, as plain data; says what is wrong where it is not."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; expected a folder written by save_pretrained")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def saved_class(folder: str | os.PathLike[str]) -> Any:
+    """The model class that wrote a folder, from transformers or from here."""
+    config = read_config(folder)
+    names = config.get("architectures") or []
+    ours = config.get("model_type") == "subquad"
+    source = importlib.import_module("subquad.hf") if ours else transformers
+    kind = getattr(source, names[0], None) if names else None
+    if kind is None:
+        raise ValueError(
+            f"{folder} names the architecture {names}, which this transformers {transformers.__version__} does not "
+            "have; load it with its own class's from_pretrained after `import subquad.hf`"
+        )
+    return kind
+
+
+def load(folder: str | os.PathLike[str], **options: Any) -> Any:
+    """The converted model that `save_pretrained` wrote to `folder`, in the class that wrote it, in any process.
+
+    options: those of `from_pretrained` (dtype, device_map, ...)
+
+    A folder that a converted SentenceTransformer was saved to gives one again, as
+    SentenceTransformer(folder, trust_remote_code=True) does: the code that it is asked to trust is this library's.
+
+    Plain `AutoModel...from_pretrained(folder)` gives the same after `import subquad.hf`. Weights are safetensors and
+    the mechanisms are plain options in config.json: nothing is unpickled.
+    """
+    config = read_config(folder)
+    if NOTE in config and (Path(folder) / "modules.json").is_file():
+        from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
+
+        return SentenceTransformer(str(folder), trust_remote_code=True, **options)
+    if NOTE not in config and config.get("model_type") != "subquad":
+        raise ValueError(
+            f"{folder} was not saved from a converted model (its config.json has no {NOTE!r}); load it with "
+            "transformers' AutoModel and call subquad.hf.convert"
+        )
+    loaded: PreTrainedModel = saved_class(folder).from_pretrained(folder, **{"use_safetensors": True, **options})
+    return loaded

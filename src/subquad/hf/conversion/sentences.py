@@ -1,0 +1,72 @@
+"""Sentence encoders of sentence-transformers: converted, saved and loaded as what they are, also for long texts.
+
+A converted encoder's first module is a `ConvertedTransformer`. sentence-transformers writes the name of a module's
+class into the folder, so loading it imports this file, and with it everything that rebuilds a converted model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules import Transformer  # type: ignore[import-not-found]
+from torch import Tensor, nn
+
+from .positions import InterpolatedEmbedding, interpolate_positions
+
+__all__ = ["ConvertedTransformer", "is_transformer", "mark_converted", "mark_exact", "take_longer_texts"]
+
+
+class ConvertedTransformer(Transformer):  # type: ignore[misc]
+    """sentence-transformers' module around a transformers model, whose attention is converted. Made by `convert`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        length = getattr(self.model.config, "subquad_positions", None)
+        if length is not None:
+            interpolate_positions(self.model, length)
+            self.max_seq_length = length
+
+    def forward(self, features: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """As sentence-transformers'; a text with more tokens than learned positions has them interpolated."""
+        table = next((m for m in self.model.modules() if isinstance(m, InterpolatedEmbedding)), None)
+        ids = features.get("input_ids")
+        if table is not None and isinstance(ids, Tensor) and ids.shape[1] > table.num_embeddings:
+            mask = features.get("attention_mask")
+            features = {**features, "position_ids": table.places(ids.shape, mask, ids.device)}
+            features.setdefault("token_type_ids", torch.zeros_like(ids))
+        out: dict[str, Any] = super().forward(features, **kwargs)
+        return out
+
+
+def is_transformer(module: nn.Module) -> bool:
+    """Whether this is sentence-transformers' module around a transformers model."""
+    return isinstance(module, Transformer)
+
+
+def mark_converted(model: nn.Module) -> None:
+    """Let every such module of `model` be saved as a converted one."""
+    for module in model.modules():
+        if type(module) is Transformer:
+            module.__class__ = ConvertedTransformer
+
+
+def mark_exact(model: nn.Module) -> None:
+    """Undo `mark_converted`."""
+    for module in model.modules():
+        if type(module) is ConvertedTransformer:
+            module.__class__ = Transformer
+
+
+def take_longer_texts(model: Any, length: int) -> str:
+    """Let `encode` take texts of up to `length` tokens, positions interpolated; returns what was done, for the "
+    "report."""
+    table = None
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            table = interpolate_positions(module.model, length)
+            module.max_seq_length = length
+    if table is None:
+        raise ValueError("positions='interpolate': no sentence-transformers module with a transformers model was found")
+    model.max_seq_length = length
+    return f"texts of up to {length} tokens are taken; beyond {table.num_embeddings}, positions are interpolated"

@@ -1,0 +1,1 @@
+"""Training converted layers on what the exact model gives."""

@@ -1,0 +1,1 @@
+"""Models of this library in transformers' classes: config, stack, heads, tokenizer, loading."""

@@ -1,0 +1,1 @@
+"""Which mechanism for which layer and head of a model: statistics, candidates, search."""

@@ -1,0 +1,95 @@
+"""What a plan chooses from: mechanisms with options, each with a seed of its own wherever something is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...mechanisms import MECHANISMS, create
+
+__all__ = ["EXACT", "SDERF", "automatic_candidates", "default_candidates", "seeded", "with_causal_form"]
+
+CLUSTERED = ("clustered", "improved-clustered")
+EXACT: dict[str, Any] = {"mechanism": "softmax"}
+# What `convert` chooses from when no mechanism is named, in this order; those without a causal form are left out of
+# causal
+# layers, windows out of cross attention.
+SDERF: dict[str, Any] = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True}
+AUTOMATIC: tuple[dict[str, Any], ...] = (
+    EXACT,
+    {"mechanism": "local", "window": 32, "global_tokens": 4},
+    {"mechanism": "local", "window": 128, "global_tokens": 4},
+    {"mechanism": "multipole"},
+    {"mechanism": "improved-clustered", "clusters": 25, "topk": 32, "clustering": "lloyd"},
+    {"mechanism": "improved-clustered", "clusters": 100, "topk": 64, "clustering": "lloyd"},
+    {"mechanism": "hybrid", "window": 32, "sinks": 4, "far": {**SDERF, "num_features": 64}},
+    {"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {**SDERF, "num_features": 256}},
+)
+
+
+def automatic_candidates() -> list[dict[str, Any]]:
+    """`AUTOMATIC`, as far as these mechanisms are there.
+
+    >>> automatic_candidates()[0]
+    {'mechanism': 'softmax'}
+    """
+    return [dict(one) for one in AUTOMATIC if one["mechanism"] in MECHANISMS]
+
+
+def default_candidates(
+    *,
+    windows: Sequence[int] = (32, 64, 128),
+    sinks: int = 4,
+    features: Sequence[int] = (64, 256),
+    clusters: int = 0,
+    topk: int = 32,
+    cross: bool = False,
+) -> list[dict[str, Any]]:
+    """What a plan chooses from: windows alone and beside cheap or rich far fields, and features alone.
+
+    With `clusters` also improved clustered attention of that many clusters and `topk` keys each: attention that is
+    sharp and far at once, which no window reaches and no affordable number of features resolves. It has no causal form.
+
+    >>> [c["mechanism"] for c in default_candidates(windows=(16,), features=(64,), clusters=25)]
+    ['taylor', 'performer', 'improved-clustered', 'local', 'hybrid', 'hybrid']
+    """
+    degree1: dict[str, Any] = {"mechanism": "taylor", "degree": 1, "center": True}
+    rich: list[dict[str, Any]] = [
+        {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": m}
+        for m in features
+    ]
+    found = [degree1, *rich]
+    if clusters:
+        # K-means on the queries themselves: the bits of their signs lose what sharp heads tell them apart by.
+        found.append({"mechanism": "improved-clustered", "clusters": clusters, "topk": topk, "clustering": "lloyd"})
+    for window in () if cross else windows:
+        found.append({"mechanism": "local", "window": window, "global_tokens": sinks})
+        found += [{"mechanism": "hybrid", "window": window, "sinks": sinks, "far": far} for far in (degree1, *rich)]
+    return found
+
+
+def seeded(options: Mapping[str, Any], seed: int, layer: int, number: int) -> dict[str, Any]:
+    """The options with a seed of their own wherever something is drawn."""
+    found = dict(options)
+    if isinstance(found.get("far"), Mapping):
+        found["far"] = seeded(found["far"], seed, layer, number)
+    if found.get("mechanism") in ("performer", *CLUSTERED):
+        found.setdefault("seed", (seed * 1009 + layer) * 101 + number)
+    if found.get("mechanism") == "performer":
+        found.setdefault("per_head", True)
+    return found
+
+
+def with_causal_form(choices: Sequence[dict[str, Any]], shape: tuple[int, int, int], name: str) -> list[dict[str, Any]]:
+    """The candidates that have a causal form."""
+    found = []
+    for choice in choices:
+        options = seeded(choice, 0, 0, 0)
+        if create(options.pop("mechanism"), *shape, **options).causal:
+            found.append(choice)
+    if not found:
+        raise ValueError(
+            f"candidates: none of {[c['mechanism'] for c in choices]} has a causal form, which layer {name!r} needs; "
+            "add for example {'mechanism': 'local', 'window': 64}"
+        )
+    return found

@@ -1,0 +1,114 @@
+"""The conversion that nobody named a mechanism for: within its error, faster where it says so, nothing where "
+"nothing pays."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.hf import convert, revert
+from subquad.hf.plan import automatic
+from subquad.hf.plan.automatic import output_error, outputs
+
+from .zoo import encoder, make, padded_batches, text
+
+# Seconds of one head per token, by mechanism: what a machine would say, without measuring.
+COST = {"softmax": 0.0, "local": 2e-6, "hybrid": 4e-6, "improved-clustered": 6e-6, "performer": 3e-6, "multipole": 5e-6}
+
+
+@pytest.fixture
+def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(choices: Any, shape: Any, causal: bool, lengths: Any) -> Any:
+        exact = [1e-8 * n * n for n in lengths]
+        rows = [exact if c["mechanism"] == "softmax" else [COST[c["mechanism"]] * n for n in lengths] for c in choices]
+        return torch.tensor(rows, dtype=torch.float64), [shape[2] * x for x in exact]
+
+    monkeypatch.setattr("subquad.hf.plan.survey._times", times)
+
+
+CANDIDATES = [
+    {"mechanism": "local", "window": 4, "global_tokens": 1},
+    {"mechanism": "local", "window": 16, "global_tokens": 1},
+    {"mechanism": "performer", "num_features": 32},
+]
+
+
+@pytest.mark.parametrize("error", [0.3, 0.02])
+def test_the_output_stays_within_the_error(known_times: None, error: float) -> None:
+    model, batches = encoder(), padded_batches(5)
+    exact = outputs(model, batches[3::4])
+    converted, report = convert(model, calibration=batches, error=error, length=8192, candidates=CANDIDATES)
+    assert converted is model and report.choice is not None
+    found = output_error(outputs(model, batches[3::4]), exact)
+    assert found <= error and found == pytest.approx(report.choice.error, abs=1e-6)
+    if report.converted:
+        assert found > 0 and report.choice.times[-1]["seconds"] < report.choice.times[-1]["exact_seconds"]
+        assert "times as fast as exact" in report.verdict
+        revert(model)
+    assert json.loads(json.dumps(report.as_dict()))["choice"]["error"] == report.choice.error
+    assert output_error(outputs(model, batches[3::4]), exact) == 0
+
+
+def test_a_larger_error_is_never_slower(known_times: None) -> None:
+    seconds = []
+    for error in (0.01, 0.1, 0.5):
+        _, report = convert(encoder(), calibration=padded_batches(5), error=error, length=8192, candidates=CANDIDATES)
+        assert report.choice is not None
+        seconds.append(report.choice.plan.seconds(8192))
+    assert seconds[0] >= seconds[1] >= seconds[2] and seconds[0] > seconds[2]
+
+
+def test_nothing_is_converted_where_nothing_pays(known_times: None) -> None:
+    model, batches = encoder(), padded_batches(5)
+    exact = outputs(model, batches)
+    _, report = convert(model, calibration=batches, length=16, candidates=CANDIDATES)
+    assert report.converted == [] and report.verdict.startswith("nothing was converted: at 16 tokens")
+    assert output_error(outputs(model, batches), exact) == 0
+    assert "subquad_conversion" not in model.config.to_dict()
+
+
+def test_decoders_have_a_cache_that_does_not_grow(known_times: None) -> None:
+    model = make("llama")
+    batches = [text(seed=seed) for seed in range(5)]
+    _, report = convert(model, calibration=batches, error=0.9, length=8192, candidates=CANDIDATES)
+    assert report.choice is not None and report.choice.cache_bytes is not None
+    assert report.converted and report.choice.cache_bytes[1] < report.choice.cache_bytes[0]
+    new = model.generate(**text("left"), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert new.shape == (3, 16)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="pass calibration=, a few batches"):
+        convert(encoder())
+    with pytest.raises(ValueError, match="error must be between 0 and 1, got 2"):
+        convert(encoder(), calibration=padded_batches(2), error=2)
+
+
+def test_every_candidate_can_be_made() -> None:
+    from subquad.hf.plan.candidates import automatic_candidates, seeded
+
+    names = []
+    for number, one in enumerate(automatic_candidates()):
+        options = seeded(one, 0, 0, number)
+        names.append(options["mechanism"])
+        sq.create(options.pop("mechanism"), 8, 2, **options)
+    assert names[0] == "softmax" and "hybrid" in names and "improved-clustered" in names
+    assert automatic.LENGTHS[0] == 512
+
+
+def test_hybrid_by_name_has_the_best_far_field_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = encoder()
+    _, report = convert(model, "hybrid", window=4, sinks=1, calibration=padded_batches(2))
+    for row in report.layers:
+        assert row.mechanism is not None and row.error is not None and row.window_only is not None
+        assert row.error <= row.window_only
+        assert row.mechanism["mechanism"] == "local" or row.mechanism["far"]["features"] == "sderf"
+    revert(model)
+    monkeypatch.setattr("subquad.hf.conversion.converting._far_is_worse", lambda row: row.layer == 1)
+    _, report = convert(model, "hybrid", window=4, sinks=1, calibration=padded_batches(2))
+    assert [row.mechanism["mechanism"] for row in report.layers if row.mechanism] == ["hybrid", "local"]
+    assert "layers [1]: their far field is worse than none" in str(report)
