@@ -121,6 +121,7 @@ static void close_columns(const SqMultipole& p, const Plan& plan, Clusters& c) {
 struct ChunkScratch {
   long ldk, ldt;
   float *rows, *panel, *scores, *means, *bias, *middle;
+  float slack;  // scores that differ by less are equal: repeated tokens must not be told apart by rounding
   int32_t *assigned, *count;
 };
 
@@ -169,17 +170,23 @@ static void fetch_ranks(const SqTensor& x, long b, long h, const int32_t* token_
 }
 
 // Rows of a chunk with their mean taken away: distances between keys with a large common part keep their digits.
-static void centre(const SqMultipole& p, const ChunkScratch& s) {
+static void centre(const SqMultipole& p, ChunkScratch& s) {
+  vf square = zero();
   for (long d = 0; d < s.ldk; d += VL) {
     vf sum = zero();
     for (long i = 0; i < p.chunk; i++) sum += load(s.rows + i * s.ldk + d);
     const vf mean = sum / splat((float)p.chunk);
     store(s.middle + d, mean);
-    for (long i = 0; i < p.chunk; i++) store(s.rows + i * s.ldk + d, load(s.rows + i * s.ldk + d) - mean);
+    for (long i = 0; i < p.chunk; i++) {
+      const vf away = load(s.rows + i * s.ldk + d) - mean;
+      store(s.rows + i * s.ldk + d, away);
+      square += away * away;
+    }
   }
+  s.slack = 1e-5f * hsum(square) / (float)p.chunk;
 }
 
-// The nearest mean of every token: the largest x.c - |c|^2 / 2, the first of equals.
+// The nearest mean of every token: the first whose x.c - |c|^2 / 2 is the largest but for rounding.
 static void assign(const SqMultipole& p, const ChunkScratch& s) {
   for (long c = 0; c < p.clusters; c++) {
     vf square = zero();
@@ -191,12 +198,12 @@ static void assign(const SqMultipole& p, const ChunkScratch& s) {
     gemm(p.clusters, vectors, p.dim, s.means, s.ldk, 1, s.panel + t, s.ldt, s.scores, TOKENS, FROM_BIAS, s.bias);
     for (long j = 0; j < vectors; j++) {
       vf best = load(s.scores + j * VL);
+      for (long c = 1; c < p.clusters; c++) best = vmax(load(s.scores + c * TOKENS + j * VL), best);
+      best -= splat(s.slack);
       vi which = {};
-      for (long c = 1; c < p.clusters; c++) {
-        const vf score = load(s.scores + c * TOKENS + j * VL);
-        const vi better = score > best;
-        best = better ? score : best;
-        which = (better & ((vi){} + (int32_t)c)) | (~better & which);
+      for (long c = p.clusters - 1; c >= 0; c--) {
+        const vi near = load(s.scores + c * TOKENS + j * VL) >= best;
+        which = (near & ((vi){} + (int32_t)c)) | (~near & which);
       }
       memcpy(s.assigned + t + j * VL, &which, sizeof which);
     }
@@ -246,7 +253,7 @@ static bool clustered(const SqMultipole& p, const Plan& plan, long chunk) {
 static void cluster_chunk(const SqMultipole& p, const Plan& plan, long b, long h, long chunk, const int32_t* token_of,
                           float* memory) {
   long floats;
-  const ChunkScratch s = chunk_scratch(p, memory, &floats);
+  ChunkScratch s = chunk_scratch(p, memory, &floats);
   const long at = (b * p.heads_kv + h) * plan.chunks + chunk;
   fetch_ranks(p.k, b, h, token_of, chunk * p.chunk, p.chunk, p.dim, s.rows, s.ldk);
   centre(p, s);

@@ -147,11 +147,17 @@ def _hamming(x: Tensor, mask: Tensor | None, draw: ClusterDraw, iterations: int)
 
 
 def lloyd(x: Tensor, mask: Tensor | None, centroid: Tensor, iterations: int) -> Tensor:
-    """The nearest mean of every token of x (X, L, D), 0 where masked: int64 (X, L), from `centroid` (X, C, D) on."""
+    """The nearest mean of every token of x (X, L, D), 0 where masked: int64 (X, L), from `centroid` (X, C, D) on.
+
+    Of means that are as near, but for rounding, it is the first: repeated tokens start as equal means, and which of
+    them a token belongs to must not depend on the last bits.
+    """
     clusters = centroid.shape[-2]
+    real = x.shape[-2] if mask is None else mask.sum(-1)[:, None, None].clamp(min=1)
+    slack = 1e-5 * x.square().sum((-1, -2), keepdim=True) / real
     for left in range(iterations, -1, -1):
         score = centroid @ x.mT - 0.5 * centroid.square().sum(-1, keepdim=True)
-        assigned = score.argmax(-2)
+        assigned = (score >= score.amax(-2, keepdim=True) - slack).to(torch.int8).argmax(-2)
         if left:
             size = _counts(assigned, mask, clusters, x.dtype)
             centroid = torch.where(size == 0, centroid, _sums(x, assigned, clusters) / size.clamp(min=1))
