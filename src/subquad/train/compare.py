@@ -50,8 +50,8 @@ def compare(
     seeds: so many of each, from the run's seed on, in folders `seed-N`
 
     Settings, seed, first weights (where shapes agree) and the order of the data are shared, because they depend on the
-    seed only. After each run `comparison.json` and the page of curves are written anew, so an interrupted comparison
-    keeps what it has; one that diverges is reported and does not end the others.
+    seed only. After each run `comparison.json` is written anew, after all seeds of a mechanism the page of curves: an
+    interrupted comparison keeps what it has; one that diverges is reported and does not end the others.
     """
     folder = Path(folder)
     labels = [label_of(choice) for choice in mechanisms]
@@ -93,7 +93,8 @@ def compare(
         result = mark_best(result)
         if is_first_process():
             write_json(folder / "comparison.json", result)
-            draw_page(result, folder)
+            if one.settings.seed == first + seeds - 1 or outcome.status != "finished":
+                draw_page(result, folder)
         if on_done is not None:
             on_done(label, outcome)
         if outcome.status == "interrupted":
