@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 import subquad as sq
+from subquad import kernels, mechanisms
 from subquad.kernels import dispatch
+from subquad.kernels.checkpointing import tracing
 from subquad.kernels.native import library
 from subquad.kernels.operator import Call
 from subquad.mechanisms import COMBINED, MECHANISMS, Mechanism
@@ -117,6 +119,8 @@ CASES = [Case(name, index) for name, cls in EVERY.items() for index in range(len
 
 def _native(case: Case) -> bool:
     """Whether the native kernels take this variant, and no other one here asks them for the same."""
+    if case.name == "multipole":
+        return True
     if not issubclass(case.cls, (Kernelised, Windowed)):
         return False
     options = case.options
@@ -168,6 +172,14 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         return choose(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
     monkeypatch.setattr(dispatch, "choose", chosen)
+    monkeypatch.setattr(mechanisms.multipole, "choose", chosen)
+    own = kernels.multipole.reference.choose
+
+    def same_choices(spec: Any, call: Call, q: Tensor, *args: Any) -> Any:
+        """The oracle takes the clusters and the selection of the kernels that it is compared with."""
+        return (own if tracing(q) else kernels.multipole.native.choose)(spec, call, q, *args)
+
+    monkeypatch.setattr(kernels.multipole.reference, "choose", same_choices)
 
 
 FIXTURES: dict[str, list[Any]] = {

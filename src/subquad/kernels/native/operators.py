@@ -37,7 +37,9 @@ __all__ = [
     "check_status",
     "functional_attention",
     "make_call",
+    "narrow",
     "pack_maps",
+    "widen_all",
     "write",
 ]
 
@@ -503,12 +505,12 @@ def _widen(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if x.dim() > 1 else x
 
 
-def _widen_all(tensors: Sequence[Tensor], dims: Any, size: int) -> list[Tensor]:
+def widen_all(tensors: Sequence[Tensor], dims: Any, size: int) -> list[Tensor]:
     dims = [None] * len(tensors) if dims is None else dims
     return [_widen(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
 
 
-def _narrow(results: Sequence[Tensor], size: int) -> tuple[Any, Any]:
+def narrow(results: Sequence[Tensor], size: int) -> tuple[Any, Any]:
     """The results of a widened call with their mapped axis in front, and where that axis is."""
     dims = tuple(None if x.dim() == 1 else 0 for x in results)
     split = tuple(x if x.dim() == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results)
@@ -527,9 +529,9 @@ def _(info: Any, in_dims: Any, *args: Any) -> Any:
     size = info.batch_size
     _refuse_mapped(in_dims[7])
     _refuse_mapped(in_dims[8])
-    q, k, v = _widen_all(args[:3], in_dims[:3], size)
-    lists = [_widen_all(x, dims, size) for x, dims in zip(args[3:7], in_dims[3:7], strict=True)]
-    return _narrow(attention(q, k, v, *lists, *args[7:]), size)
+    q, k, v = widen_all(args[:3], in_dims[:3], size)
+    lists = [widen_all(x, dims, size) for x, dims in zip(args[3:7], in_dims[3:7], strict=True)]
+    return narrow(attention(q, k, v, *lists, *args[7:]), size)
 
 
 @attention_backward.register_vmap
@@ -537,7 +539,7 @@ def _(info: Any, in_dims: Any, *args: Any) -> Any:
     size = info.batch_size
     _refuse_mapped(in_dims[6])
     _refuse_mapped(in_dims[7])
-    lists = [_widen_all(x, dims, size) for x, dims in zip(args[:6], in_dims[:6], strict=True)]
+    lists = [widen_all(x, dims, size) for x, dims in zip(args[:6], in_dims[:6], strict=True)]
     lists[0] = [x.contiguous() for x in lists[0]]
-    results, dims = _narrow(attention_backward(*lists, *args[6:]), size)
+    results, dims = narrow(attention_backward(*lists, *args[6:]), size)
     return list(results), list(dims)
