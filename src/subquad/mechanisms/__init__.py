@@ -163,7 +163,7 @@ def list_mechanisms(
     >>> "performer" in sq.list_mechanisms(causal=True, recurrent=True)
     True
     >>> sorted(set(sq.list_mechanisms(recurrent=True)) - set(sq.list_mechanisms(constant_memory=True)))
-    ['softmax']
+    ['multipole', 'softmax']
     """
     wanted = {
         "causal": causal,
