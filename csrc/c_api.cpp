@@ -87,7 +87,7 @@ bool wants_pairs(const SqCall& p) {
 
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
-// The version of the structure in call.h; Python refuses a library of another one.
+// The version of the structures in call.h and multipole/call.h; Python refuses a library of another one.
 SQ_API int64_t subquad_abi() { return 5; }
 SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
 SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }

@@ -175,8 +175,8 @@ static long prepare_features(const Head& hd, const Work& w, const State& st, lon
   const Stored next = stored_keys(pr, t0 + n, C);
   if (pr.function == SQ_EXP) key_weights(pr, hd.k, w.x, ch.real, ch.vectors, w.t);
   key_features(pr, hd.k, w.x, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums, w.butterfly,
-               {rows_ahead(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim),
-                rows_ahead(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width)});
+               {prefetch_rows(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim),
+                prefetch_rows(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width)});
   long r = 0;
   for (; r + VL <= pr.features; r += VL) {
     const vf rho = rescaling(load(st.c + r), load(ch.c_new + r));
@@ -274,8 +274,8 @@ static void prepare_queries(const Head& hd, const Work& w, const float* c, const
   const long head = hd.h * hd.groups + g;
   panel(pr.q, hd.b, head, t0, n, vectors * VL, pr.dim, w.x, w.rows);
   query_features(pr, hd.q, w.x, vectors, c, z, a, Z, top, w.level, w.butterfly,
-                 {rows_ahead(pr.q, hd.b, head, t0 + n, C, pr.length_q, pr.dim),
-                  rows_ahead(pr.out, hd.b, head, t0, n, pr.length_q, pr.width)});
+                 {prefetch_rows(pr.q, hd.b, head, t0 + n, C, pr.length_q, pr.dim),
+                  prefetch_rows(pr.out, hd.b, head, t0, n, pr.length_q, pr.width)});
   if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {  // only where the rows' own scale is wanted
     token_weights(pr, hd.q, w.x, vectors, w.t);
     for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + load(w.t + j * VL));

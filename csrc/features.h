@@ -221,7 +221,7 @@ static void plain_keys(const SqCall& pr, long first, long rows, const float* rea
 // phi[M][LD] of the keys x, their sums over tokens, and the state's new maxima.
 static void key_features(const SqCall& pr, const Side& s, const float* x, const float* t, const float* real,
                          long vectors, const float* c_old, float* c_new, float* phi, float* sums, float* work,
-                         Soon soon) {
+                         Prefetches soon) {
   const long R = pr.rows, strip = strip_rows(pr);
   const bool full = vectors == CV;
   bool large = false;
@@ -229,7 +229,7 @@ static void key_features(const SqCall& pr, const Side& s, const float* x, const 
     for (long i = 0; i < vectors * VL; i++) large = large || (t[i] < -8192.0f && t[i] != MINUS_INF) || t[i] > 8192.0f;
   for (long first = 0; first < R; first += strip) {
     const long rows = R - first < strip ? R - first : strip;
-    soon.ask((C * strip + R - 1) / R);
+    soon.issue((C * strip + R - 1) / R);
     project(pr, s, x, vectors, first, rows, phi, work);
     if (pr.function != SQ_EXP) {
       plain_keys(pr, first, rows, real, vectors, c_old, c_new, phi, sums);
@@ -332,7 +332,7 @@ static float feature_levels(const SqCall& pr, const Side& s, const float* c, flo
 // a[M][LD] of the queries x and Z[lane] = sum_r a_r z_r, both divided by e^top[lane]; `level` is scratch for M floats.
 // Panel by panel: the features of one stay in the first-level cache from the projection to the exponentials.
 static void query_features(const SqCall& pr, const Side& s, const float* x, long vectors, const float* c,
-                           const float* z, float* a, float* Z, float* top, float* level, float* work, Soon soon) {
+                           const float* z, float* a, float* Z, float* top, float* level, float* work, Prefetches soon) {
   const bool shifted = pr.function == SQ_EXP;
   const float most = shifted ? feature_levels(pr, s, c, level) : 0.0f;
   Side levelled = s;
@@ -342,9 +342,9 @@ static void query_features(const SqCall& pr, const Side& s, const float* x, long
   }
   for (long j = 0; j < vectors; j += NV) {
     float *to = a + j * VL, *total = Z + j * VL, *tops = top + j * VL;
-    soon.ask(T / 2);
+    soon.issue(T / 2);
     project(pr, levelled, x + j * VL, NV, 0, pr.rows, to, work);
-    soon.ask(T / 2);
+    soon.issue(T / 2);
     if (!shifted)
       SQ_UNROLL for (int n = 0; n < NV; n++) plain_queries(pr, z, to + n * VL, total + n * VL, tops + n * VL);
     else if (pr.antithetic) query_panel<true>(pr.rows, to, level, z, to, total, tops);

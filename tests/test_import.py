@@ -35,12 +35,14 @@ def test_import_loads_no_heavy_part_of_torch(added: set[str]) -> None:
     assert sorted(name for name in added if name.startswith(tuple(HEAVY))) == []
 
 
-@pytest.mark.parametrize("room", LAZY)
-def test_optional_rooms_are_lazy(added: set[str], room: str) -> None:
-    assert sorted(name for name in added if name == f"subquad.{room}" or name.startswith(f"subquad.{room}.")) == []
+@pytest.mark.parametrize("package", LAZY)
+def test_optional_packages_are_lazy(added: set[str], package: str) -> None:
+    assert (
+        sorted(name for name in added if name == f"subquad.{package}" or name.startswith(f"subquad.{package}.")) == []
+    )
 
 
-def test_a_lazy_room_loads_on_first_use() -> None:
+def test_a_lazy_package_loads_on_first_use() -> None:
     assert "subquad.lab.measure" in modules_after("import subquad; subquad.lab.machine")
 
 

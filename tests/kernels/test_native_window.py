@@ -156,6 +156,38 @@ def test_scans_continue_each_other(far: Any, window: int, sinks: int) -> None:
                 torch.testing.assert_close(state.log_max, last.log_max.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("far", [FAR[0], FAR[5], None], ids=str)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_pieces_of_a_sequence_on_several_threads(far: Any, threads: int) -> None:
+    """One head, several workers: each takes a piece, and starts from the far keys before it. Padding at the end."""
+    attn = make(far, 8, 2, 1, window=20, sinks=3)
+    q, k, v = draw(1, 2, 1, 2300, 8, 6)
+    key_mask = torch.arange(2300)[None] < 2200
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            _, state = attn.scan(*(x[:, :, :100] for x in (q, k, v)), backend="chunked")
+            rest = [x[:, :, 100:] for x in (q, k, v)]
+            results = [
+                (*attn.scan(*rest, state, key_mask=key_mask[:, 100:], backend=backend), attn(q, k, v, backend=backend))
+                for backend in ("native", "chunked")
+            ]
+        trained = [
+            with_gradients(lambda *x, b=backend: attn(*x, is_causal=True, key_mask=key_mask, backend=b), q, k, v)
+            for backend in ("native", "chunked")
+        ]
+    finally:
+        torch.set_num_threads(before)
+    for got, want in zip(*trained, strict=True):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+    (out, after, full), (want, wanted, whole) = results
+    for got, there in ((out, want), (full, whole)):
+        assert (got - there).norm() <= 1e-5 * there.norm()
+    for mine, theirs in zip(*(torch.utils._pytree.tree_leaves(x) for x in (after, wanted)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_a_step_leaves_the_state_it_was_given_alone() -> None:
     attn = make(FAR[0], 8, 2, 2, window=3, sinks=2)
     q, k, v = draw(1, 2, 2, 12, 8, 6)
