@@ -1,5 +1,4 @@
-"""The conversion that nobody named a mechanism for: within its error, faster where it says so, nothing where "
-"nothing pays."""
+"""The conversion without a named mechanism: within its error, and nothing where nothing pays."""
 
 from __future__ import annotations
 

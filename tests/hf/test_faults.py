@@ -1,5 +1,4 @@
-"""Conversions that used to be wrong without saying so: each family here broke one assumption about how models "
-"attend."""
+"""Conversions that used to be wrong without saying so: each family broke one assumption about how models attend."""
 
 from __future__ import annotations
 
@@ -366,54 +365,3 @@ def attend(model: Any, layer: Any, mask: Tensor) -> Tensor:
     q, k, v = torch.randn(3, 2, 4, 17, 8)
     out: Tensor = layer.module.config.attend(layer.module, Call(q, k, v, mask, {}))
     return out
-
-
-# -- the check itself
-# ---------------------------------------------------------------------------------------------------
-
-
-def test_a_conversion_that_would_be_wrong_is_left_exact_with_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason: here the converted path of one layer forgets its scale."""
-    model = make("bert")
-    wanted = real_logits(model, batch("bert"))
-    true = Converted._alone
-
-    def wrong(self: Converted, mechanism: Any, module: nn.Module, call: Any) -> Tensor:
-        if "layer.1." in self.name:
-            call = replace(call, options={**call.options, "scaling": 1.0})
-        return true(self, mechanism, module, call)
-
-    monkeypatch.setattr(Converted, "_alone", wrong)
-    with pytest.raises(
-        ValueError, match=r"attention layer 1 .* cannot be converted to 'linear': with forward the model"
-    ):
-        convert(model, "linear", layers=[1])
-    assert torch.equal(real_logits(model, batch("bert")), wanted)
-    _, report = convert(model, "linear")
-    assert report.converted == [0, 2] and "differs by" in report.layers[1].reason
-    sq.hf.revert(model)
-    _, report = convert(model, "linear", check=False)
-    assert report.converted == [0, 1, 2]
-
-
-def test_packed_sequences_are_each_alone() -> None:
-    exact, model = make("llama"), make("llama")
-    convert(model, "performer", num_features=16, seed=0)
-    ids = text()["input_ids"][:1]
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
-    with torch.no_grad():
-        packed = model(ids, position_ids=positions, use_cache=False).logits
-        pieces = [model(piece, use_cache=False).logits for piece in ids.split([5, 4, 3], 1)]
-        torch.testing.assert_close(packed, torch.cat(pieces, 1), rtol=1e-4, atol=1e-4)
-        convert(exact, Oracle)
-        wanted = make("llama")(ids, position_ids=positions, use_cache=False).logits
-        torch.testing.assert_close(
-            exact(ids, position_ids=positions, use_cache=False).logits, wanted, rtol=1e-3, atol=1e-3
-        )
-    starts = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
-    bert = make("bert")
-    convert(bert, "performer", num_features=16, seed=0)
-    blocks = torch.block_diag(*(torch.ones(n, n) for n in (5, 4, 3))).bool()[None, None]
-    with torch.no_grad():
-        by_mask = bert(ids, attention_mask=blocks).logits
-        assert by_mask.shape == (1, 12, 50) and starts[-1] == 12

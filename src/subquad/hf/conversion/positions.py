@@ -50,8 +50,7 @@ class InterpolatedEmbedding(nn.Embedding):
 
 
 def interpolate_positions(model: nn.Module, length: int) -> InterpolatedEmbedding:
-    """Make the one learned table of positions of `model` an `InterpolatedEmbedding`, and note the length in the "
-    "config."""
+    """Make the one learned table of positions of `model` an `InterpolatedEmbedding`; the config notes the length."""
     found = [
         m for name, m in model.named_modules() if name.endswith("position_embeddings") and isinstance(m, nn.Embedding)
     ]

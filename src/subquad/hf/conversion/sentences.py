@@ -59,8 +59,7 @@ def mark_exact(model: nn.Module) -> None:
 
 
 def take_longer_texts(model: Any, length: int) -> str:
-    """Let `encode` take texts of up to `length` tokens, positions interpolated; returns what was done, for the "
-    "report."""
+    """Let `encode` take texts of up to `length` tokens, positions interpolated; returns what was done."""
     table = None
     for module in model.modules():
         if isinstance(module, Transformer):

@@ -148,6 +148,8 @@ def make_trials(model: nn.Module, given: Sequence[Any]) -> list[Trial]:
     core = _core(model)
     if given:
         batch: Any = _sliced(given[0])
+        if batch is not given[0] and not _runs(model, batch):
+            batch = given[0]  # rows that belong together
     else:
         batch = None if core is None else next((one for one in _made(core) if _runs(model, one)), None)
         if batch is None:
@@ -165,8 +167,7 @@ def make_trials(model: nn.Module, given: Sequence[Any]) -> list[Trial]:
 
 
 def _through_cache(model: nn.Module, batch: Mapping[str, Any]) -> list[Trial]:
-    """The trial with a cache: by steps where the exact model takes them, else as `generate` goes; [] where it "
-    "has none."""
+    """The trial with a cache: by steps where the exact model takes them, else as `generate` goes; [] without one."""
     tokens = batch.get("decoder_input_ids", batch.get("input_ids"))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] < 2:
         return []

@@ -1,5 +1,4 @@
-"""What every candidate costs and how wrong it is in every head of a model's layers: the tables that plans are "
-"made from."""
+"""What every candidate costs and how wrong it is in every head of a model: the tables that plans are made from."""
 
 from __future__ import annotations
 

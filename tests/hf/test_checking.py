@@ -1,0 +1,69 @@
+"""The check of a conversion finds what is wrong with it, and packed sequences are each alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import subquad as sq
+from subquad.hf import convert
+from subquad.hf.conversion.attending import Converted
+from subquad.hf.conversion.interface import Call
+from subquad.hf.conversion.layers import find_layers
+
+from .zoo import Oracle, batch, make, real_logits, text
+
+
+def test_a_conversion_that_would_be_wrong_is_left_exact_with_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: here the converted path of one layer forgets its scale."""
+    model = make("bert")
+    wanted = real_logits(model, batch("bert"))
+    true = Converted._alone
+
+    def wrong(self: Converted, mechanism: Any, module: nn.Module, call: Any) -> Tensor:
+        if "layer.1." in self.name:
+            call = replace(call, options={**call.options, "scaling": 1.0})
+        return true(self, mechanism, module, call)
+
+    monkeypatch.setattr(Converted, "_alone", wrong)
+    with pytest.raises(
+        ValueError, match=r"attention layer 1 .* cannot be converted to 'linear': with forward the model"
+    ):
+        convert(model, "linear", layers=[1])
+    assert torch.equal(real_logits(model, batch("bert")), wanted)
+    _, report = convert(model, "linear")
+    assert report.converted == [0, 2] and "differs by" in report.layers[1].reason
+    sq.hf.revert(model)
+    _, report = convert(model, "linear", check=False)
+    assert report.converted == [0, 1, 2]
+
+
+def test_packed_sequences_are_each_alone() -> None:
+    exact, model = make("llama"), make("llama")
+    convert(model, "performer", num_features=16, seed=0)
+    ids = text()["input_ids"][:1]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+        pieces = [model(piece, use_cache=False).logits for piece in ids.split([5, 4, 3], 1)]
+        torch.testing.assert_close(packed, torch.cat(pieces, 1), rtol=1e-4, atol=1e-4)
+        convert(exact, Oracle)
+        wanted = make("llama")(ids, position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(
+            exact(ids, position_ids=positions, use_cache=False).logits, wanted, rtol=1e-3, atol=1e-3
+        )
+    bert = make("bert")
+    convert(bert, "performer", num_features=16, seed=0)
+    blocks = torch.block_diag(*(torch.ones(n, n) for n in (5, 4, 3))).bool()[None, None]
+    with torch.no_grad():
+        assert torch.isfinite(bert(ids, attention_mask=blocks).logits).all()
+    q, k, v = torch.randn(3, 1, 4, 12, 8)
+    layer = find_layers(bert)[0]
+    starts = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    calls = [Call(q, k, v, blocks, {}), Call(q, k, v, None, {"cu_seq_lens_q": starts, "is_causal": False})]
+    one, other = (layer.module.config.attend(layer.module, call) for call in calls)
+    torch.testing.assert_close(one, other)
