@@ -130,3 +130,80 @@ def test_the_help_names_every_task() -> None:
 
     (option,) = train.__annotations__["task"].__metadata__
     assert all(name in option.help for name in TASKS)
+
+
+TINY = ["copy", "--set", "length=4", "--batch", "4", "--layers", "1", "--heads", "2", "--dim", "8", "--log-every", "1"]
+
+
+def test_resume_reads_its_options_from_the_run_and_those_given_must_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *TINY, "--steps", "3", "--lr", "0.002", "--option", "num_features=8", "--out", out])
+    assert ended.value.code == 0, capsys.readouterr().err
+    for agreeing in (
+        [],
+        ["copy", "--lr", "0.002"],
+        ["--option", "num_features=8"],
+        ["--mechanism", "performer:num_features=8"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *agreeing, "--resume", "--out", out])
+        assert ended.value.code == 0, (agreeing, capsys.readouterr().err)
+    for given, said in (
+        (["--lr", "0.1"], "settings.lr: 0.002 there, 0.1 now"),
+        (["text"], "the run to resume is of the task copy"),
+        (["--option", "num_features=16"], "num_features: 8 there, 16 now"),
+        (["--mechanism", "linear"], "model.mechanism"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *given, "--resume", "--out", out])
+        assert ended.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_without_a_task_or_a_run_it_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--out", str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert "say what to train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "metrics"])
+def test_a_full_disk_is_one_line_and_keeps_the_older_checkpoints(tmp_path: Path, what: str) -> None:
+    # A limit on the size of a file fails like a full disk does, and needs no rights. The first weights fit in both
+    # cases; with AdamW's moments the checkpoint after step 2 does not, or the event file grows beyond the limit.
+    limit, steps = (38_000, 8) if what == "checkpoint" else (40_000, 400)
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n{MAIN}"
+    saving = [
+        "--save-every",
+        "2" if what == "checkpoint" else "50",
+        "--steps",
+        str(steps),
+        "--out",
+        str(tmp_path / "r"),
+    ]
+    board = ["--no-tensorboard", "--dim", "16"] if what == "checkpoint" else []
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", *TINY, *saving, *board], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "writing failed after step" in last and "--resume --out" in last
+    kept = sorted(path.name for path in (tmp_path / "r/checkpoints").glob("step-*"))
+    assert kept and kept[-1] in last
+    done = run("--resume", "--out", str(tmp_path / "r"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"finished at step {steps}: ")
+
+
+def test_what_follows_the_last_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "text", "--set", "length=32", "--steps", "2", "--batch", "2", "--layers", "1", "--heads", "2",
+              "--dim", "8", "--valid-examples", "2", "--out", out])  # fmt: skip
+    said = capsys.readouterr().err
+    assert ended.value.code == 0, said
+    assert "[2/2] validating" in said and "[2/2] sampling from the trained model" in said

@@ -20,7 +20,10 @@ _RUNNING = "Running (no influence on the result)"
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="copy, images, speech, text, protein, listops or documents.")],
+    task: Annotated[
+        str | None,
+        typer.Argument(help="copy, images, speech, text, protein, listops or documents; not needed with --resume."),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="Real data: a file, a folder or hub:NAME; small built-in data if absent."),
@@ -29,8 +32,12 @@ def train(
         list[str] | None, typer.Option("--set", help="An option of the task, name=value; repeat it.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/TASK-MECHANISM]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    mechanism: Annotated[str, typer.Option(help="A name, name:option=value:..., or JSON.")] = "performer",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out with its own options; those given must agree.")
+    ] = False,
+    mechanism: Annotated[
+        str | None, typer.Option(help="A name, name:option=value:..., or JSON.  [default: performer]")
+    ] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
     compare: Annotated[
         str | None, typer.Option(help="Mechanisms separated by commas, each trained on the same data; curves.")
@@ -84,15 +91,28 @@ def train(
     shape = {"layers": layers, "heads": heads, "dim": dim}
     with user_errors():
         from subquad.train import Run, Running
+        from subquad.train.checkpoint import CannotWrite
         from subquad.train.choices import label_of, parse_mechanism, parse_pairs
         from subquad.train.distributed import LostProcess
 
         options = parse_pairs("--set", set_ or [])
         if data is not None:
             options["data"] = data
-        choice = parse_mechanism(mechanism, parse_pairs("--option", option or []))
+        own = parse_pairs("--option", option or [])
         fields = {**_present(shape), **parse_pairs("--model", model or [])}
-        run = Run.of(task, choice, model=fields, settings=_present(given), **options)
+        kept = Run.read(out) if resume and out is not None and (out / "run.json").is_file() else None
+        if kept is None:
+            if task is None:
+                raise ValueError(
+                    "TASK: say what to train (copy, images, speech, text, protein, listops or documents), or continue "
+                    "a run with --resume --out FOLDER"
+                )
+            choice = parse_mechanism(mechanism or "performer", own)
+            run = Run.of(task, choice, model=fields, settings=_present(given), **options)
+        else:
+            choice = parse_mechanism(mechanism, own) if mechanism is not None else kept.mechanism_with(own)
+            run = kept.asked_again(task, choice, model=fields, settings=_present(given), **options)
+            task = run.task.name
         running = Running(
             save_every=save_every, keep=keep, log_every=log_every, workers=workers, device="cpu" if cpu else None,
             tensorboard=tensorboard, checkpoint_activations=checkpoint_activations, check_memory=check_memory,
@@ -105,7 +125,7 @@ def train(
                 status = _compare(run, [parse_mechanism(one) for one in compare.split(",")], folder, resume, running)
             else:
                 status = _train(run, folder, resume, running)
-        except LostProcess as error:
+        except (LostProcess, CannotWrite) as error:
             print(f"subquad: {error}", file=sys.stderr, flush=True)
             raise typer.Exit(1) from None
     if status:

@@ -91,6 +91,18 @@ class ErrorStudy:
     settings: Mapping[str, Any]
     complete: bool
 
+    @property
+    def measured_on(self) -> str:
+        """How much of the input was measured: all of it, or how many of its tokens; cross attention is named so."""
+        asked = self.settings
+        keys, tokens = asked["keys"], asked["tokens"]
+        if asked["length"] != keys:
+            some = "" if tokens == keys else f", of which {asked['measured_queries']} and {tokens} are measured"
+            return f"cross attention: {asked['length']} queries to {keys} keys{some}"
+        return (
+            f"all {keys} tokens are measured" if tokens == keys else f"the first {tokens} of {keys} tokens are measured"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Every number, ready for `lab.write_json`."""
         return {**vars(self), "lines": [line.as_dict() for line in self.lines], "baselines": dict(self.baselines),
@@ -217,7 +229,8 @@ def error_study(
         pass  # the caller sees complete=False and still has every finished line
     settings = {
         "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "length": q.shape[2], "keys": k.shape[2],
-        "head_dim": q.shape[-1], "tokens": piece.tokens, "num_features": sizes, "is_causal": is_causal, "scale": number,
+        "head_dim": q.shape[-1], "tokens": piece.tokens,
+        "measured_queries": piece.q.shape[2], "num_features": sizes, "is_causal": is_causal, "scale": number,
         "draws": draws, "seed": seed, "calibrated_on": "the data itself" if calibration is None else "other data",
     }  # fmt: skip
     criterion = "attention matrix" if v is None else "output"
@@ -285,9 +298,10 @@ def error_table(study: ErrorStudy) -> str:
     asked = study.settings
     shape = f"B{asked['batch']} H{asked['heads']} D{asked['head_dim']}, {asked['tokens']} tokens"
     form = "causal" if asked["is_causal"] else "full"
+    draws = "one draw" if asked["draws"] == 1 else f"mean of {asked['draws']} draws"
     text += [
         "",
-        f"{shape}, {form}, mean of {asked['draws']} draws; in brackets the closed form",
+        f"{shape}, {form}, {draws}; in brackets the closed form",
         "relative squared error against softmax attention; ! no better than uniform (the mean of the values);",
         "? the closed form is outside its range. The lines below the rule have no randomness: they are exact.",
     ]

@@ -82,8 +82,12 @@ def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> N
         )
     if is_causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
-    if not bool(torch.isfinite(q).all()) or not bool(torch.isfinite(k).all()):
-        raise ValueError("q and k must be finite; they contain NaN or infinity")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{name} must be finite; {int((~torch.isfinite(x)).sum())} of its {x.numel()} entries are NaN or "
+                "infinite. Check what wrote it: half precision overflows at 65504"
+            )
 
 
 def predict_error(

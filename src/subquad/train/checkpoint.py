@@ -24,11 +24,15 @@ from torch import Tensor
 
 from ..files import make_shared, replacing, write_json
 
-__all__ = ["CHECKPOINT_VERSION", "latest", "load", "prune", "save"]
+__all__ = ["CHECKPOINT_VERSION", "CannotWrite", "latest", "load", "prune", "save"]
 
 # Raised when a field changes its meaning.
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+class CannotWrite(RuntimeError):
+    """The disk is full, or the folder cannot be written any more; the older checkpoints are as they were."""
 
 
 def _sync(folder: Path) -> None:

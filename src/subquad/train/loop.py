@@ -7,6 +7,7 @@ are in, so the numbers of processes and of accumulated parts change rounding and
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import threading
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..features.seeded import mix
 from ..files import write_json
 from ..nn.schedule import RedrawSchedule
-from ..tasks.base import Batch, Examples, SequentialExamples, TaskModel
+from ..tasks.base import Batch, Examples, SequentialExamples, Task, TaskModel
+from .checkpoint import CannotWrite
 from .data import batches, validation_batches
 from .distributed import Workers, lost_process
 from .memory import MemoryEstimate, estimate_memory, is_out_of_memory, out_of_memory, refuse_batch
@@ -37,6 +40,9 @@ __all__ = ["OnLog", "Outcome", "train"]
 
 # Examples that mechanisms with centring or fitted scales are calibrated on before the first step.
 CALIBRATION_EXAMPLES = 8
+PHASE_SECONDS = 5.0  # between two lines about what follows the last step
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 OnLog = Callable[[str, int, int], None]
 
@@ -71,9 +77,22 @@ def train(
     'finished'
     """
     folder, running = Path(folder), running or Running()
-    with Workers(run.settings.precision, running.device) as workers:
+    with _one_report(), Workers(run.settings.precision, running.device) as workers:
         try:
-            return _Training(run, folder, running, workers, on_log or (lambda *_: None)).start(resume)
+            training = _Training(run, folder, running, workers, on_log or (lambda *_: None))
+            return training.start(resume)
+        except (OSError, SafetensorError) as error:
+            # safetensors has its own name for a write that failed; data that cannot be read is another matter.
+            full = isinstance(error, SafetensorError) or error.errno in FULL
+            if training.step is None or not full:
+                raise
+            kept = training.snapshot.latest()
+            reason = getattr(error, "strerror", None) or error
+            raise CannotWrite(
+                f"{folder}: writing failed after step {training.step} ({reason}); "
+                + (f"{kept.name} is kept. " if kept else "no checkpoint was kept. ")
+                + f"Make room there and continue with: subquad train --resume --out {folder}"
+            ) from error
         except RuntimeError as error:
             if (lost := lost_process(error, workers, folder)) is not None:
                 raise lost from error
@@ -95,6 +114,22 @@ def _where(step: int, steps: int) -> str:
     if step >= steps:
         return "finished before, nothing is left to train"
     return f"resumed at step {step}" if step else "no step of this run was kept, it starts at step 0"
+
+
+@contextmanager
+def _one_report() -> Iterator[None]:
+    """A full disk is reported once: TensorBoard's thread meets it too, and hands it on to this one."""
+    before = threading.excepthook
+
+    def hook(caught: threading.ExceptHookArgs) -> None:
+        if not (isinstance(caught.exc_value, OSError) and caught.exc_value.errno in FULL):
+            before(caught)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 @contextmanager
@@ -131,6 +166,7 @@ class _Training:
         self.share = self.settings.share(workers.processes)
         self.estimate: MemoryEstimate | None = None
         self.metrics: dict[str, float] = {}
+        self.step: int | None = None  # None until the folder is this run's
         self.elapsed = 0.0  # seconds that earlier starts of the run took
 
     # -- before the first step ----------------------------------------------------------------------------------------
@@ -157,7 +193,8 @@ class _Training:
         self.model, self.optimizer = self.workers.prepare(module, optimizer)
         self.redraw = RedrawSchedule(module, self.settings.redraw_every) if self.settings.redraw_every else None
         self.snapshot = Snapshot(self.folder / "checkpoints", module, self.model, self.optimizer, self.workers)
-        step = self._restore()
+        self.step = 0
+        step = self.step = self._restore()
         if resume and self.workers.is_main:
             self.on_log(_where(step, self.settings.steps), step, self.settings.steps)
         return self._loop(step, module, parameters)
@@ -236,12 +273,12 @@ class _Training:
                     if not math.isfinite(figures["loss"]) or not math.isfinite(figures["gradient_norm"]):
                         status, reason = "diverged", self._why(step, figures)
                         break
-                    done = step + 1
+                    done = self.step = step + 1
                     if records and (done % running.log_every == 0 or done == settings.steps):
                         records.write("train", done, {**figures, "seconds": seconds()})
                         self.on_log(f"loss {figures['loss']:.4f}{self._headline()}", done, settings.steps)
                     if done % settings.valid_every == 0 or done == settings.steps:
-                        self.metrics = self._validate(self.examples["valid"])
+                        self.metrics = self._validate(self.examples["valid"], done)
                         if records:
                             records.write("valid", done, {**self.metrics, "seconds": seconds()})
                     if done % running.save_every == 0 or done == settings.steps or caught:
@@ -306,8 +343,11 @@ class _Training:
         return f", valid {name} {self.metrics[name]:.4f}" if name in self.metrics else ""
 
     @torch.no_grad()
-    def _validate(self, examples: Examples) -> dict[str, float]:
+    def _validate(self, examples: Examples, step: int) -> dict[str, float]:
         self.model.eval()
+        last, seen, told = step == self.settings.steps, 0, time.perf_counter()
+        if last and self.workers.is_main:
+            self.on_log("validating", step, step)
         totals: dict[str, Tensor] = {}
         share, process, processes = self.share, self.workers.process, self.workers.processes
         for batch, counts in validation_batches(
@@ -318,6 +358,10 @@ class _Training:
             sums = {**self.model(placed), "weight": placed["weight"].sum()}
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0) + value.double() * counts
+            seen += len(placed["weight"])
+            if last and self.workers.is_main and time.perf_counter() - told > PHASE_SECONDS:
+                self.on_log(f"validating, {seen} examples", step, step)
+                told = time.perf_counter()
         self.model.train()
         return self.run.task.metrics({name: float(self.workers.sum(totals[name])) for name in sorted(totals)})
 
@@ -326,6 +370,8 @@ class _Training:
     ) -> Outcome:
         artefacts: dict[str, Any] = {}
         if status == "finished" and self.workers.is_main and not self.workers.sharded:
+            if type(self.run.task).finish is not Task.finish:
+                self.on_log("sampling from the trained model", step, step)
             artefacts = self.run.task.finish(module.eval(), self.folder, self.settings.seed)
         outcome = Outcome(status, step, self.metrics, artefacts, parameters, seconds, reason)
         if self.workers.is_main:

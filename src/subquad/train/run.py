@@ -77,6 +77,35 @@ class Run:
         """The run that was kept in `folder`."""
         return cls.from_dict(_read(folder))
 
+    def mechanism_with(self, options: Mapping[str, Any]) -> Any:
+        """The run's own mechanism, or the same one with these options in place of its own."""
+        choice = self.model["mechanism"]
+        if not options:
+            return choice
+        if isinstance(choice, list):
+            raise ValueError(f"--option belongs to one mechanism; this run has one per layer: {choice}")
+        return {**({"mechanism": choice} if isinstance(choice, str) else choice), **options}
+
+    def asked_again(
+        self,
+        task: str | None,
+        mechanism: Any,
+        *,
+        model: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        **options: Any,
+    ) -> Run:
+        """This run with what is given in place of its own: `claim` then says what does not agree."""
+        if task is not None and task != self.task.name:
+            raise ValueError(f"TASK {task}: the run to resume is of the task {self.task.name}; give that one, or none")
+        return Run.of(
+            self.task.name,
+            mechanism,
+            model={**self.model, **model},
+            settings={**self.settings.to_dict(), **settings},
+            **{**self.task.to_dict(), **options},
+        )
+
     def build(self) -> TaskModel:
         """The model with its first weights, drawn from torch's generator."""
         return self.task.build(self.model)
