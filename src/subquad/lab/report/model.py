@@ -18,10 +18,9 @@ from torch import Tensor
 
 from subquad.mechanisms import MECHANISMS, create
 from subquad.plain_text import first_line
-from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF
+from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF, calibrated
 from subquad.planning.choice import plan
-from subquad.planning.measuring import Piece
-from subquad.planning.prediction import calibrated
+from subquad.planning.piece import Piece
 
 from .figure import Figure, Line
 from .notebook import Notebook
@@ -177,7 +176,7 @@ def _study(layer: Layer, settings: Settings) -> dict[str, Any]:
         try:
             attend = create(name, layer.q.shape[-1], layer.q.shape[1], layer.k.shape[1], **own)
             ready = calibrated(attend, layer.q, layer.k, None)
-            errors[key] = {"error": piece.error(ready, draws=DRAWS if "seed" in own else 1)}
+            errors[key] = {"error": piece.mean_error(ready, draws=DRAWS if "seed" in own else 1)}
         except (ValueError, TypeError, NotImplementedError) as error:
             errors[key] = {"refused": first_line(error)}
     names = [name for name in settings.names if name in PLANNABLE]
@@ -218,7 +217,7 @@ def layers(notebook: Notebook) -> list[dict[str, Any]]:
     rows = []
     for asked, result in _cells(notebook):
         best = result["plan"]["best"]
-        uniform = result["plan"]["baselines"]["uniform"]
+        uniform = result["plan"]["uniform"]
         rows.append(
             {
                 "layer": asked["layer"], "name": result["name"], "uniform": uniform,
@@ -240,7 +239,7 @@ def model_figure(notebook: Notebook) -> Figure | None:
         if points:
             notes = [f"error {y:.3g}" if y is not None else "diverged" for y in points.values()]
             lines.append(Line(key, words, list(points), list(points.values()), name, notes=notes))
-    uniform = {asked["layer"]: result["plan"]["baselines"]["uniform"] for asked, result in cells}
+    uniform = {asked["layer"]: result["plan"]["uniform"] for asked, result in cells}
     lines.append(Line("uniform", "mean of the values", list(uniform), list(uniform.values()),
                       notes=[f"error {y:.3g}" for y in uniform.values()]))  # fmt: skip
     return Figure(

@@ -17,11 +17,9 @@ from subquad.lab.making import INPUT_STD, made
 from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
 from subquad.planning.baselines import uniform_attention
-from subquad.planning.candidates import PLANNABLE, ladders, least_tokens
+from subquad.planning.candidates import PLANNABLE, calibrated, ladders, least_tokens, with_seed
 from subquad.planning.cost import CostModel
-from subquad.planning.judging import with_seed
-from subquad.planning.measuring import Piece
-from subquad.planning.prediction import calibrated
+from subquad.planning.piece import Piece
 
 from .inputs import KINDS, sample
 from .notebook import Notebook
@@ -64,7 +62,7 @@ def candidates(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for ladder in ladders(names, is_causal=False, cross=False):
         for step in ladder.steps:
-            if ladder.random_features:
+            if ladder.mechanism == "performer":
                 centred = step.get("center") and step["features"] != "sderf"
                 if step["features"] not in FEATURES or centred or step["num_features"] not in settings.recommend_steps:
                     continue
@@ -110,9 +108,9 @@ def _errors(settings: Settings, kind: str, clock: Clock) -> dict[str, Any]:
         attend = calibrated(_made(settings, name, options, q.shape[1]), *seen, None)
         far = getattr(attend, "far", attend)
         draws = DRAWS if "seed" in attend.options() or "seed" in far.options() else 1
-        row = {"mechanism": name, "options": options, "error": piece.error(attend, draws=draws), "half": None}
+        row = {"mechanism": name, "options": options, "error": piece.mean_error(attend, draws=draws), "half": None}
         if not isinstance(attend, Kernelised):
-            row["half"] = half.error(attend, draws=draws)
+            row["half"] = half.mean_error(attend, draws=draws)
         found[short(name, options)] = row
     return {"settings": found, "uniform": float(mean.double().square().sum()) / piece.norm}
 
