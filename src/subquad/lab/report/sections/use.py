@@ -148,7 +148,7 @@ def tried(notebook: Notebook, kind: str, length: int) -> list[dict[str, Any]]:
 
 
 def _slower(notebook: Notebook, label: str, length: int) -> bool:
-    """Whether it was left out at the last length up to this one because it is slower than softmax: it is not missing."""
+    """Whether it was left out at the last length up to this one for being slower than softmax: it is not missing."""
     known = {
         asked["length"]: result["mechanisms"][label]["status"]
         for asked, result in notebook.of(speed.NAME)
