@@ -12,6 +12,7 @@ from torch import Tensor
 
 import subquad as sq
 from subquad.kernels import dispatch, native, native_library
+from subquad.kernels.operator import Call
 from subquad.mechanisms import MECHANISMS, Mechanism
 from subquad.mechanisms.hybrid import Hybrid
 
@@ -132,15 +133,19 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         if os.environ.get("SUBQUAD_REQUIRE_NATIVE"):
             pytest.fail(reason)
         pytest.skip(reason)
-    choose, choose_hybrid = dispatch.choose_backend, Hybrid._backend
 
-    def chosen(backend: str | None, *args: Any, **named: Any) -> Any:
-        return choose(case.backend if backend is None else backend, *args, **named)
+    def named(call: Call) -> Call:
+        return call._replace(backend=case.backend) if call.backend is None else call
 
-    def chosen_hybrid(self: Hybrid, backend: str | None, *args: Any) -> str:
-        return choose_hybrid(self, case.backend if backend is None else backend, *args)
+    choose, choose_hybrid = dispatch.choose, Hybrid._backend
 
-    monkeypatch.setattr(dispatch, "choose_backend", chosen)
+    def chosen(backends: Any, spec: Any, call: Call, *args: Any) -> Any:
+        return choose(backends, spec, named(call), *args)
+
+    def chosen_hybrid(self: Hybrid, call: Call, *args: Any) -> str:
+        return choose_hybrid(self, named(call), *args)
+
+    monkeypatch.setattr(dispatch, "choose", chosen)
     monkeypatch.setattr(Hybrid, "_backend", chosen_hybrid)
 
 

@@ -8,6 +8,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+from subquad.kernels.operator import Call
 from subquad.mechanisms import Mechanism
 from subquad.mechanisms.softmax import Softmax
 
@@ -48,17 +49,17 @@ class Oracle(Mechanism):
         super().__init__(head_dim, heads, kv_heads)
         self.inner = Softmax(head_dim)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
-        return self.inner._attend(q, k, v, **call)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        return self.inner._attend(q, k, v, call, is_causal=is_causal)
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, Any]:
-        return self.inner._scan(q, k, v, state, **call)
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
+        return self.inner._scan(q, k, v, state, call)
 
-    def absorb(self, k: Tensor, v: Tensor, state: Any = None, **call: Any) -> Any:
-        return self.inner.absorb(k, v, state, **call)
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
+        return self.inner._absorb(k, v, state, call)
 
-    def read(self, q: Tensor, state: Any, **call: Any) -> Tensor:
-        return self.inner.read(q, state, **call)
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        return self.inner._read(q, state, call)
 
 
 def make(name: str) -> Any:

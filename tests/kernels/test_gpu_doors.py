@@ -13,6 +13,7 @@ from torch import Tensor
 
 import subquad as sq
 from subquad.kernels import dispatch, fla, reference, triton
+from subquad.kernels.operator import Call, choose
 
 from .native_cases import attend, empty_state, errors, make_map, with_gradients
 
@@ -155,5 +156,5 @@ def test_neither_is_ever_chosen_by_the_dispatcher(stand_in: None) -> None:
         phi = make_map(kind, 8, 16, heads=1)
         for device in ("cpu", "meta"):
             for size in (None, 4):
-                chosen = dispatch.choose_backend(None, phi, x.to(device), chunk_size=size)
-                assert chosen.__name__.rpartition(".")[2] in ("chunked", "native")
+                call = Call(1.0, chunk_size=size)
+                assert choose(dispatch.BACKENDS, dispatch.Linear(phi), call, x.to(device)).name in ("chunked", "native")

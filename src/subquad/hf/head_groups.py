@@ -20,6 +20,7 @@ from .. import checks
 from ..features.calibration import Calibration, balancing_map, calibrations
 from ..features.precision import Float32Buffers
 from ..features.random import ExponentialFeatures
+from ..kernels.operator import Call
 from ..mechanisms import Mechanism, create
 from ..state import check_same, merge, register_state
 
@@ -171,6 +172,7 @@ class HeadGroups(Mechanism):
         for fact, value in (
             ("causal", all(part.causal for part in parts)),
             ("recurrent", all(part.recurrent for part in parts)),
+            ("constant_memory", all(part.constant_memory for part in parts)),
             ("exact", all(part.exact for part in parts) and not balance),
             ("causal_refusal", next((part.causal_refusal for part in parts if not part.causal), "")),
         ):
@@ -268,10 +270,15 @@ class HeadGroups(Mechanism):
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
         return out if self.in_order else out.index_select(1, self.restore)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         q, k = self._balanced(q, k)
-        call = _for_all(call)
-        return self._joined([part(*self._split(i, q, k, v), **call) for i, part in enumerate(self.parts())])
+        named = _for_all(call)
+        return self._joined(
+            [
+                part(*self._split(i, q, k, v), **named, query_mask=call.query_mask, is_causal=is_causal)
+                for i, part in enumerate(self.parts())
+            ]
+        )
 
     def _origin(self, scale: float) -> str:
         return f"head-groups {self._heads} of {[type(part).__name__ for part in self.parts()]} scale {scale:.9g}"
@@ -288,47 +295,49 @@ class HeadGroups(Mechanism):
             )
         return state.parts
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, HeadGroupsState]:
-        states = self._states(state, call["scale"])
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, HeadGroupsState]:
+        states = self._states(state, call.scale)
         q, k = self._balanced(q, k)
-        call = _for_all(call)
+        named = _for_all(call)
         outs, after = [], []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
-            out, grown = part.scan(rows, keys, values, states[i], **call)
+            out, grown = part.scan(rows, keys, values, states[i], **named)
             outs.append(out)
             after.append(grown)
-        return self._joined(outs), HeadGroupsState(tuple(after), self._origin(call["scale"]))
+        return self._joined(outs), HeadGroupsState(tuple(after), self._origin(call.scale))
 
-    def absorb(self, k: Tensor, v: Tensor, state: Any = None, *, scale: float | None = None, **call: Any) -> Any:
-        checks.check_keys(k, v, self.head_dim, self.kv_heads)
-        number = self.resolve_scale(scale)
-        states = self._states(state, number)
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> HeadGroupsState:
+        states = self._states(state, call.scale)
         _, k = self._balanced(None, k)
-        call = _for_all(call)
+        named = _for_all(call)
         after = []
         for i, part in enumerate(self.parts()):
             _, keys, values = self._split(i, None, k, v)
-            after.append(part.absorb(keys, values, states[i], scale=number, **call))
-        return HeadGroupsState(tuple(after), self._origin(number))
+            after.append(part.absorb(keys, values, states[i], **named))
+        return HeadGroupsState(tuple(after), self._origin(call.scale))
 
-    def read(self, q: Tensor, state: Any, *, scale: float | None = None, **call: Any) -> Tensor:
-        checks.check_queries(q, self.head_dim, self.heads)
-        number = self.resolve_scale(scale)
-        states = self._states(state, number)
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        states = self._states(state, call.scale)
         q, _ = self._balanced(q, None)
-        call = _for_all(call)
+        named = _for_all(call)
+        del named["key_mask"]
         return self._joined(
-            [part.read(self._split(i, q)[0], states[i], scale=number, **call) for i, part in enumerate(self.parts())]
+            [part.read(self._split(i, q)[0], states[i], **named) for i, part in enumerate(self.parts())]
         )
 
 
 _SHAPE = ("head_dim", "heads", "kv_heads")
 
 
-def _for_all(call: dict[str, Any]) -> dict[str, Any]:
+def _for_all(call: Call) -> dict[str, Any]:
     """A call that every group takes: backends beyond these are names of some mechanisms only, None is the fastest."""
-    return call if call.get("backend") in (None, "reference", "chunked") else {**call, "backend": None}
+    return {
+        "scale": call.scale,
+        "key_mask": call.key_mask,
+        "backend": call.backend if call.backend in ("reference", "chunked") else None,
+        "chunk_size": call.chunk_size,
+    }
 
 
 def _use(part: nn.Module) -> None:

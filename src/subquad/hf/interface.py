@@ -127,7 +127,7 @@ class CrossLayer(StateLayer):
 
 
 def _can_absorb(mechanism: Mechanism) -> bool:
-    return type(mechanism).absorb is not Mechanism.absorb and mechanism.cross
+    return mechanism.absorbs and mechanism.cross
 
 
 def gate(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,165 +1,113 @@
-"""Who computes: one operator, several backends, one meaning.
+"""The kernelised operator: out = phi(q)^T S / phi(q)^T z. Its spec, its backends, and one call for each form.
 
-`backend=None` takes the fastest backend that supports the call. A backend named by the caller is used or the call is
-refused with the reason; it never falls back to another one silently. `triton` and `fla` have not been timed on a GPU:
-they are used where they are named and nowhere else.
+`triton` and `fla` have not been timed on a GPU: they are used where they are named and nowhere else.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .. import checks
 from ..features.base import FeatureMap
 from ..features.precision import full_precision
 from ..state import LinearState
 from . import chunked, fla, native, reference, triton
+from .operator import Backend, Call, by_name, choose
 
-__all__ = ["BACKENDS", "absorb", "causal", "check_backend", "choose_backend", "full", "read"]
-
-BACKENDS: dict[str, ModuleType] = {
-    "reference": reference,
-    "chunked": chunked,
-    "native": native,
-    "triton": triton,
-    "fla": fla,
-}
+__all__ = ["BACKENDS", "Linear", "absorb", "causal", "full", "read"]
 
 
-def check_backend(backend: str, feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> None:
-    """Refuse an unknown name, and a backend by its reason where it cannot take these tensors."""
-    checks.check_option("backend", backend, BACKENDS)
-    module = BACKENDS[backend]
-    if module not in (reference, chunked):
-        reason = module.refusal(feature_map, *tensors, normalise=normalise)
-        if reason:
-            raise ValueError(f"backend={backend!r} cannot take this call: {reason}. Use backend=None or 'chunked'")
+class Linear(NamedTuple):
+    """What is computed: the map phi, and whether the output is divided by phi(q)^T z."""
+
+    feature_map: FeatureMap
+    normalise: bool = True
 
 
-def choose_backend(
-    backend: str | None,
-    feature_map: FeatureMap,
-    *tensors: Tensor,
-    normalise: bool = True,
-    chunk_size: int | None = None,
-) -> ModuleType:
-    """The module that will compute: the named one, or the fastest that supports these tensors."""
-    if backend is None:
-        # Who asks for chunks of a size gets the backend that has them: the native kernels choose their own.
-        if (
-            chunk_size is None
-            and (native.fused(feature_map) or native.multiplied(feature_map))
-            and not native.refusal(feature_map, *tensors, normalise=normalise)
-        ):
-            return native
-        return chunked
-    check_backend(backend, feature_map, *tensors, normalise=normalise)
-    return BACKENDS[backend]
+class _Module(Backend[Linear]):
+    """A backend that is a module of functions."""
+
+    def __init__(self, name: str, module: ModuleType) -> None:
+        self.name, self.module = name, module  # type: ignore[misc]
+
+    def refusal(self, spec: Linear, call: Call, *tensors: Tensor) -> str:
+        if self.module in (reference, chunked):
+            return ""
+        return str(self.module.refusal(spec.feature_map, *tensors, normalise=spec.normalise))
+
+    def automatic(self, spec: Linear, call: Call, *tensors: Tensor) -> bool:
+        if self.module is native:
+            # Who asks for chunks of a size gets the backend that has them: the native kernels choose their own.
+            return call.chunk_size is None and (native.fused(spec.feature_map) or native.multiplied(spec.feature_map))
+        return self.module is chunked
+
+    def full(self, spec: Linear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> Tensor:
+        """out (B, Hq, L, E): every query sees the state and every key."""
+        out: Tensor = self.module.full(
+            spec.feature_map, q, k, v, state, **_named(call), key_mask=call.key_mask, normalise=spec.normalise
+        )
+        return out
+
+    def scan(
+        self, spec: Linear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: LinearState
+    ) -> tuple[Tensor, LinearState]:
+        out: tuple[Tensor, LinearState] = self.module.causal(
+            spec.feature_map, q, k, v, state, **_named(call), key_mask=call.key_mask, normalise=spec.normalise
+        )
+        return out
+
+    def absorb(self, spec: Linear, call: Call, k: Tensor, v: Tensor, state: LinearState) -> LinearState:
+        after: LinearState = self.module.absorb(spec.feature_map, k, v, state, **_named(call), key_mask=call.key_mask)
+        return after
+
+    def read(self, spec: Linear, call: Call, q: Tensor, state: LinearState) -> Tensor:
+        out: Tensor = self.module.read(spec.feature_map, q, state, **_named(call), normalise=spec.normalise)
+        return out
 
 
-def _prepare(feature_map: FeatureMap, chunk_size: int | None) -> None:
-    feature_map.check_ready()
-    checks.check_chunk_size(chunk_size)
+def _named(call: Call) -> dict[str, Any]:
+    return {"scale": call.scale, "chunk_size": call.chunk_size}
 
 
-def full(
-    feature_map: FeatureMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    chunk_size: int | None = None,
-    normalise: bool = True,
-    backend: str | None = None,
-) -> Tensor:
+BACKENDS = by_name(
+    _Module("native", native),
+    _Module("chunked", chunked),
+    _Module("reference", reference),
+    _Module("triton", triton),
+    _Module("fla", fla),
+)
+
+
+def full(spec: Linear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> Tensor:
     """out (B, Hq, L, E): every query sees the state and every key."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, k, v, normalise=normalise, chunk_size=chunk_size)
+    spec.feature_map.check_ready()
+    backend = choose(BACKENDS, spec, call, q, k, v)
     with full_precision(q):
-        out: Tensor = module.full(
-            feature_map,
-            q,
-            k,
-            v,
-            state,
-            scale=scale,
-            key_mask=key_mask,
-            chunk_size=chunk_size,
-            normalise=normalise,
-        )
-    return out.to(v.dtype)
+        return backend.full(spec, call, q, k, v, state).to(v.dtype)
 
 
-def causal(
-    feature_map: FeatureMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    chunk_size: int | None = None,
-    normalise: bool = True,
-    backend: str | None = None,
-) -> tuple[Tensor, LinearState]:
+def causal(spec: Linear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
     """out (B, Hq, L, E) and the state after the last token; token i sees the state and tokens 0..i."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, k, v, normalise=normalise, chunk_size=chunk_size)
+    spec.feature_map.check_ready()
+    backend = choose(BACKENDS, spec, call, q, k, v)
     with full_precision(q):
-        out, after = module.causal(
-            feature_map,
-            q,
-            k,
-            v,
-            state,
-            scale=scale,
-            key_mask=key_mask,
-            chunk_size=chunk_size,
-            normalise=normalise,
-        )
+        out, after = backend.scan(spec, call, q, k, v, state)
     return out.to(v.dtype), after
 
 
-def absorb(
-    feature_map: FeatureMap,
-    k: Tensor,
-    v: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    chunk_size: int | None = None,
-    backend: str | None = None,
-) -> LinearState:
+def absorb(spec: Linear, call: Call, k: Tensor, v: Tensor, state: LinearState) -> LinearState:
     """The state after keys k (B, H, S, D) and values v (B, H, S, E)."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, k, v, chunk_size=chunk_size)
+    spec.feature_map.check_ready()
+    backend = choose(BACKENDS, spec, call, k, v)
     with full_precision(k):
-        after: LinearState = module.absorb(
-            feature_map, k, v, state, scale=scale, key_mask=key_mask, chunk_size=chunk_size
-        )
-    return after
+        return backend.absorb(spec, call, k, v, state)
 
 
-def read(
-    feature_map: FeatureMap,
-    q: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    chunk_size: int | None = None,
-    normalise: bool = True,
-    backend: str | None = None,
-) -> Tensor:
+def read(spec: Linear, call: Call, q: Tensor, state: LinearState) -> Tensor:
     """out (B, Hq, L, E) in q's dtype: every absorbed key is visible to every query."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, normalise=normalise, chunk_size=chunk_size)
+    spec.feature_map.check_ready()
+    backend = choose(BACKENDS, spec, call, q)
     with full_precision(q):
-        out: Tensor = module.read(feature_map, q, state, scale=scale, chunk_size=chunk_size, normalise=normalise)
-    return out.to(q.dtype)
+        return backend.read(spec, call, q, state).to(q.dtype)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .checkpointing import tracing
 from .native_hybrid import Results, call_hybrid, call_hybrid_backward, hybrid, hybrid_backward
 from .native_transforms import narrow, refuse_mapped, widen_all
+from .operator import differentiable_once
 
 __all__ = ["functional_hybrid"]
 
@@ -106,7 +106,7 @@ class _Functional(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[3:])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("backend='native'")
     def backward(ctx: Any, dout: Tensor, dsums: Tensor, dtotals: Tensor, *_: Any) -> Any:
         saved = list(ctx.saved_tensors)
         dq, dk, dv, dsinks, dfar, dstate, dgain = _differentiate(saved, ctx.sizes, ctx.options, (dout, dsums, dtotals))

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .checkpointing import tracing
 from .native_operators import Attention, attention, attention_backward, call_backward, call_forward
+from .operator import differentiable_once
 
 __all__ = ["functional_attention", "narrow", "refuse_mapped", "widen_all"]
 
@@ -100,7 +100,7 @@ class _Functional(torch.autograd.Function):
         ctx.mark_non_differentiable(*output[3:])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("backend='native'")
     def backward(ctx: Any, dout: Tensor, dsums: Tensor, dtotals: Tensor, *_: Any) -> Any:
         saved = list(ctx.saved_tensors)
         state, arrays = saved[9 : 9 + ctx.past], saved[9 + ctx.past :]

@@ -141,16 +141,27 @@ def list_mechanisms(
     *,
     causal: bool | None = None,
     recurrent: bool | None = None,
+    constant_memory: bool | None = None,
     exact: bool | None = None,
     kernelised: bool | None = None,
 ) -> list[str]:
     """The names of all mechanisms, or of those with the given properties.
 
+    recurrent: has a `scan`;  constant_memory: and its state does not grow with the context
+
     >>> import subquad as sq
     >>> "performer" in sq.list_mechanisms(causal=True, recurrent=True)
     True
+    >>> sorted(set(sq.list_mechanisms(recurrent=True)) - set(sq.list_mechanisms(constant_memory=True)))
+    ['softmax']
     """
-    wanted = {"causal": causal, "recurrent": recurrent, "exact": exact, "kernelised": kernelised}
+    wanted = {
+        "causal": causal,
+        "recurrent": recurrent,
+        "constant_memory": constant_memory,
+        "exact": exact,
+        "kernelised": kernelised,
+    }
     for fact, value in wanted.items():
         if value is not None:
             checks.check_flag(fact, value)
@@ -162,7 +173,7 @@ def list_mechanisms(
 
 
 def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
-    """Equation, paper, complexity, causal / recurrent / exact / kernelised, and options with their defaults.
+    """Equation, paper, complexity, what `list_mechanisms` selects by, and options with their defaults.
 
     >>> import subquad as sq
     >>> sq.describe("linear")["paper"]
@@ -176,6 +187,7 @@ def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
         "complexity": cls.complexity,
         "causal": cls.causal,
         "recurrent": cls.recurrent,
+        "constant_memory": cls.constant_memory,
         "exact": cls.exact,
         "kernelised": cls.kernelised,
         "options": cls.options(),

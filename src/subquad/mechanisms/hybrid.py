@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from .. import checks
 from ..features.precision import full_precision, widened
 from ..kernels.checkpointing import tracing
-from ..kernels.dispatch import check_backend
+from ..kernels.dispatch import BACKENDS
+from ..kernels.operator import Call, choose
 from ..state import check_continues, check_fits
 from . import near_far, near_far_native, near_far_reference, two_sided
 from .base import Mechanism, real_keys
@@ -122,6 +123,7 @@ class Hybrid(Mechanism):
     paper = 'after Arora et al., "Based", 2024, and Xiao et al., "Attention Sinks", 2024'
     complexity = "O(L (M + window + sinks) (D + E)); state O(M E + (window + sinks) (D + E))"
     recurrent = True
+    constant_memory = True
     cross = False
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = _variants()
     far: Kernelised
@@ -177,17 +179,17 @@ class Hybrid(Mechanism):
         check_fits(state.window_v, k, k.shape[1], v.shape[-1])
         return state
 
-    def _backend(self, backend: str | None, chunk_size: int | None, *tensors: Tensor) -> str:
+    def _backend(self, call: Call, *tensors: Tensor) -> str:
         """Who computes: the named backend, or the fastest that takes the call."""
         feature_map = self.far.feature_map
         feature_map.check_ready()
         empty = tensors[0].shape[2] == 0
-        if backend is None:
-            quick = chunk_size is None and not empty and near_far_native.wins(feature_map, *tensors)
+        if call.backend is None:
+            quick = call.chunk_size is None and not empty and near_far_native.wins(feature_map, *tensors)
             return "native" if quick else "chunked"
-        checks.check_option("backend", backend, ("reference", "chunked", "native"))  # not all that the far field has
-        check_backend(backend, feature_map, *tensors)
-        return "chunked" if backend == "native" and empty else backend  # of nothing there is only one attention
+        able = {name: BACKENDS[name] for name in ("native", "chunked", "reference")}  # not all that the far field has
+        name = choose(able, self.far._spec, call, *tensors).name
+        return "chunked" if name == "native" and empty else name  # of nothing there is only one attention
 
     def _all_near(self, q: Tensor, v: Tensor, is_causal: bool) -> bool:
         """Whether no key is far from any query, so that this is softmax attention and torch's own is the fastest."""
@@ -208,77 +210,56 @@ class Hybrid(Mechanism):
             q, k, values = (widened(x) for x in (q, k, v))
             return fused_softmax(q, k, values, visible, is_causal and visible is None, scale).to(v.dtype)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"hybrid needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: its window stands around a "
                 f"query's own position, which cross attention does not have. Use its far field alone, {self.far.name!r}"
             )
-        if backend is None and chunk_size is None and self._all_near(q, v, is_causal):
+        if call.backend is None and call.chunk_size is None and self._all_near(q, v, is_causal):
             self.far.feature_map.check_ready()
-            return self._exactly(q, k, v, is_causal, scale, key_mask)
-        who = self._backend(backend, chunk_size, q, k, v)
+            return self._exactly(q, k, v, is_causal, call.scale, call.key_mask)
+        who = self._backend(call, q, k, v)
         if who == "native":
             near: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "log_far": self.log_scale}
+            masked: dict[str, Any] = {"key_mask": call.key_mask, "causal": is_causal}
             with full_precision(q):
-                return near_far_native.attend(
-                    self.far.feature_map, q, k, v, scale=scale, key_mask=key_mask, causal=is_causal, **near
-                ).to(v.dtype)
+                return near_far_native.attend(self.far.feature_map, q, k, v, scale=call.scale, **masked, **near).to(
+                    v.dtype
+                )
         if is_causal:
-            return self._scan(q, k, v, None, scale=scale, key_mask=key_mask, backend=who, chunk_size=chunk_size)[0]
+            return self._scan(q, k, v, None, call._replace(backend=who))[0]
         with full_precision(q):
-            state, feature_map = self._empty(k, v, scale), self.far.feature_map
-            mask = real_keys(k, key_mask)
+            state, feature_map = self._empty(k, v, call.scale), self.far.feature_map
+            mask = real_keys(k, call.key_mask)
             if who == "reference":
                 out = near_far_reference.full(feature_map, q, k, v, state, self.log_scale, mask)
             else:
                 slot, _ = near_far.positions(state, mask)
-                size = chunk_size or near_far.chunk_tokens(q, feature_map, self.window)
+                size = call.chunk_size or near_far.chunk_tokens(q, feature_map, self.window)
                 looking = q.shape[2] > 0 and q.device.type == "cpu" and not tracing(q)
                 full = two_sided.full if looking else near_far.full
                 out = full(feature_map, q, k, v, mask, slot, state, log_far=self.log_scale, chunk_size=size)
         return out.to(v.dtype)
 
-    def _scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        *,
-        scale: float,
-        key_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> tuple[Tensor, HybridState]:
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, HybridState]:
+        scale = call.scale
         state = self._empty(k, v, scale) if state is None else self._checked(state, k, v, scale)
-        who = self._backend(backend, chunk_size, q, k, v)
+        who = self._backend(call, q, k, v)
         with full_precision(q):
             if who == "native":
                 out, after = near_far_native.scan(
-                    self.far.feature_map, q, k, v, state, log_far=self.log_scale, key_mask=key_mask
+                    self.far.feature_map, q, k, v, state, log_far=self.log_scale, key_mask=call.key_mask
                 )
             elif who == "reference":
-                mask = real_keys(k, key_mask)
+                mask = real_keys(k, call.key_mask)
                 out, after = near_far_reference.causal(self.far.feature_map, q, k, v, state, self.log_scale, mask)
             else:
                 out, after = near_far.causal(
                     *(self.far.feature_map, q, k, v, state),
                     log_far=self.log_scale,
-                    key_mask=key_mask,
-                    chunk_size=chunk_size,
+                    key_mask=call.key_mask,
+                    chunk_size=call.chunk_size,
                 )
         return out.to(v.dtype), after
 

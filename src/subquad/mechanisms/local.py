@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
+from ..kernels.operator import Call
 from ..state import check_continues, check_fits
-from .base import Mechanism, real_keys
+from .base import Mechanism, check_call, real_keys
 from .softmax import dense_softmax
 from .window_state import WindowState
-from .windows import Order, Shared, check_call, dense_partial, sliding
+from .windows import Order, Shared, dense_partial, sliding
 
 __all__ = ["Local"]
 
@@ -56,6 +57,7 @@ class Local(Mechanism):
     paper = 'Beltagy et al., "Longformer: The Long-Document Transformer", 2020'
     complexity = "O(L (window + global_tokens) (D + E)); state O((window + global_tokens) (D + E))"
     recurrent = True
+    constant_memory = True
     cross = False
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
         {"window": 5},
@@ -80,35 +82,23 @@ class Local(Mechanism):
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        check_call(backend, chunk_size)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        check_call(call)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"local needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query "
                 "has no place among the keys, so there is no window around it. Use 'softmax', 'performer' or 'nystrom'"
             )
         with full_precision(q):
-            if backend == "reference":
-                return self._dense(q, k, v, key_mask, is_causal, scale)
+            if call.backend == "reference":
+                return self._dense(q, k, v, call.key_mask, is_causal, call.scale)
             dtype = compute_dtype(v)
-            order = Order(key_mask, k.shape[2], k.device)
+            order = Order(call.key_mask, k.shape[2], k.device)
             q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
             out = (
-                self._causal(q, k, wide, None, order, scale, chunk_size)
+                self._causal(q, k, wide, None, order, call.scale, call.chunk_size)
                 if is_causal
-                else self._full(q, k, wide, order, scale, chunk_size)
+                else self._full(q, k, wide, order, call.scale, call.chunk_size)
             )
             return order.back(out).to(v.dtype)
 
@@ -199,29 +189,18 @@ class Local(Mechanism):
             return self._empty(k, v, scale)
         return self._checked(state, scale, k, k.shape[1], v.shape[-1])
 
-    def _scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        *,
-        scale: float,
-        key_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> tuple[Tensor, WindowState]:
-        check_call(backend, chunk_size)
-        before = self._before(k, v, state, scale)
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, WindowState]:
+        check_call(call)
+        before = self._before(k, v, state, call.scale)
         with full_precision(q):
             dtype = before.k.dtype
-            order = Order(key_mask, k.shape[2], k.device)
+            order = Order(call.key_mask, k.shape[2], k.device)
             q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
             after = before.extend(k, wide, order)
-            if backend == "reference":
-                out = self._dense_scan(q, k, wide, before, order, scale)
+            if call.backend == "reference":
+                out = self._dense_scan(q, k, wide, before, order, call.scale)
             else:
-                out = self._causal(q, k, wide, (before, after), order, scale, chunk_size)
+                out = self._causal(q, k, wide, (before, after), order, call.scale, call.chunk_size)
             return order.back(out).to(v.dtype), after
 
     def _dense_scan(self, q: Tensor, k: Tensor, v: Tensor, before: WindowState, order: Order, scale: float) -> Tensor:
@@ -240,45 +219,23 @@ class Local(Mechanism):
         keys, values = torch.cat([before.first_k, before.k, k], 2), torch.cat([before.first_v, before.v, v], 2)
         return dense_softmax(q, keys, values, visible[:, None], scale)
 
-    def absorb(
-        self,
-        k: Tensor,
-        v: Tensor,
-        state: Any = None,
-        *,
-        scale: float | None = None,
-        key_mask: Tensor | None = None,
-        backend: str | None = None,
-        chunk_size: int | None = None,
-    ) -> WindowState:
-        checks.check_keys(k, v, self.head_dim, self.kv_heads)
-        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
-        check_call(backend, chunk_size)
-        before = self._before(k, v, state, self.resolve_scale(scale))
-        order = Order(key_mask, k.shape[2], k.device)
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> WindowState:
+        check_call(call)
+        before = self._before(k, v, state, call.scale)
+        order = Order(call.key_mask, k.shape[2], k.device)
         keys, values = (order.front(x.to(before.k.dtype)) for x in (k, v))
         return before.extend(keys, values, order)
 
-    def read(
-        self,
-        q: Tensor,
-        state: Any,
-        *,
-        scale: float | None = None,
-        backend: str | None = None,
-        chunk_size: int | None = None,
-    ) -> Tensor:
-        checks.check_queries(q, self.head_dim, self.heads)
-        check_call(backend, chunk_size)
-        number = self.resolve_scale(scale)
-        state = self._checked(state, number, q, None, None)
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        check_call(call)
+        state = self._checked(state, call.scale, q, None, None)
         near = state.count[:, None] + torch.arange(-self.window, 0, device=q.device) >= self.global_tokens
         first = torch.arange(self.global_tokens, device=q.device) < state.count[:, None]
         keys, values = torch.cat([state.first_k, state.k], 2), torch.cat([state.first_v, state.v], 2)
         visible = torch.cat([first, near], 1)[:, None]
         with full_precision(q):
-            if backend == "reference":
-                return dense_softmax(q.to(keys.dtype), keys, values, visible[:, None], number).to(q.dtype)
+            if call.backend == "reference":
+                return dense_softmax(q.to(keys.dtype), keys, values, visible[:, None], call.scale).to(q.dtype)
             if keys.shape[2] == 0:
                 return q.new_zeros((*q.shape[:3], values.shape[-1]))
-            return dense_partial(q.to(keys.dtype), keys, values, visible, number).finish().to(q.dtype)
+            return dense_partial(q.to(keys.dtype), keys, values, visible, call.scale).finish().to(q.dtype)

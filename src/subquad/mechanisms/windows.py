@@ -13,15 +13,15 @@ takes no place in a window, a stride or a projection, wherever it stands.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import checks
 from ..features.base import exp_
 from ..kernels.checkpointing import Carry, scan_chunks, tracing
+from ..kernels.operator import refuse_second_derivatives
 from ..state import Partial, finite, join
 
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
     "Shared",
     "all_finite",
     "banded",
-    "check_call",
     "dense_partial",
+    "fused_attention",
     "packed",
     "sliding",
     "take",
@@ -46,13 +46,6 @@ __all__ = [
 LEAST_BLOCK, MOST_BLOCK = 64, 128
 # Bytes of the scores of one chunk of queries, small enough to stay in the last-level cache between passes.
 CHUNK_BYTES = 8 << 20
-
-
-def check_call(backend: str | None, chunk_size: int | None) -> None:
-    """Refuse what a mechanism with one fast form and one definition does not know."""
-    if backend is not None:
-        checks.check_option("backend", backend, ("reference",))
-    checks.check_chunk_size(chunk_size)
 
 
 def banded(rows: int, columns: int, span: int, device: torch.device) -> Tensor:
@@ -164,6 +157,12 @@ def window_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
     return Partial(*(cut.unblocked(x, q.shape[2]) for x in weighted_sum(scores, cut.values)))
 
 
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's scaled_dot_product_attention, whose fused kernels have no second derivative: refused where asked for."""
+    q, k, v = refuse_second_derivatives("torch's fused attention", q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, **options)
+
+
 def window_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
     """`window_partial(...).finish()`, by torch's fused attention where it may be used: out (B, Hq, L, E)."""
     if not all_finite(v):
@@ -174,11 +173,11 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     mask = cut.allowed | empty
     if mask.shape[0] == 1:  # (B, H) as torch's batch, blocks as its heads: one mask for all
         rows, keys, values = (x.flatten(0, 1) for x in cut[:3])
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask.squeeze(1), scale=scale)
+        out = fused_attention(rows, keys, values, attn_mask=mask.squeeze(1), scale=scale)
         out = out.unflatten(0, (q.shape[0], k.shape[1]))
     else:
         rows, keys, values, mask = (x.transpose(1, 2).flatten(0, 1) for x in (*cut[:3], mask))
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        out = fused_attention(rows, keys, values, attn_mask=mask, scale=scale)
         out = out.unflatten(0, (q.shape[0], cut.rows.shape[2])).transpose(1, 2)
     return cut.unblocked(out.masked_fill(empty, 0.0), q.shape[2])
 
