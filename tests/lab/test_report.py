@@ -519,3 +519,25 @@ def test_a_model_gets_an_error_curve_and_a_plan_per_layer(tmp_path: Path) -> Non
         (tmp_path / "bert" / name).unlink(missing_ok=True)
     with pytest.raises(ValueError, match="there is no tokenizer"):  # transformers would make one up
         model.captured(tmp_path / "bert")
+
+
+@pytest.mark.parametrize("y", [[0.1, 0.12, 0.13], [1.0, 9.0, 80.0], [3.0, 3.0, 3.0], [1e-4, 1.0, 100.0]])
+def test_every_axis_of_a_picture_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, y: list[float]) -> None:
+    from matplotlib.figure import Figure as Canvas
+
+    from subquad.lab.report.figure import Figure, Line
+    from subquad.lab.report.pictures import draw_pictures
+
+    shown: list[list[str]] = []
+    true = Canvas.savefig
+
+    def savefig(self: Any, *given: Any, **options: Any) -> None:
+        true(self, *given, **options)
+        (axes,) = self.get_axes()
+        low, high = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        shown.append([label.get_text() for at, label in ticks if low <= at <= high and label.get_text()])
+
+    monkeypatch.setattr(Canvas, "savefig", savefig)
+    draw_pictures([Figure("x", "x", "", "tokens", "ms", [Line("softmax", "softmax", [1, 2, 4], y)])], tmp_path)
+    assert all(len(labels) >= 2 for labels in shown) and shown

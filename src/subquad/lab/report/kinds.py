@@ -11,7 +11,7 @@ __all__ = ["KINDS", "REAL", "sample"]
 
 REAL = "real"
 KINDS: dict[str, str] = {
-    REAL: "a real model (sentence encoder, one head of each layer)",
+    REAL: "a real model (sentence encoder)",
     "flat": "flat attention (isotropic, std 0.5)",
     "unit": "unit variance (isotropic, std 1)",
     "low-rank": "few directions (spectrum 1/i, sharp)",

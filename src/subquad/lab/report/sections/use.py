@@ -206,7 +206,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "<td>–</td>"
     if "missing" in row:
-        return f'<td class="missing">missing<small>{html.escape(row["missing"])}</small></td>'
+        return f'<td class="gap">not measured<small>{html.escape(row["missing"])}</small></td>'
     more = f" · {row['untimed']} more would do, not timed here" if row["untimed"] else ""
     if row["mechanism"] == "softmax":
         return f"<td>{dot('softmax')}softmax<small>exact{more}</small></td>"
@@ -246,7 +246,8 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
     """Every setting that a recommendation chose from: error against time."""
     lines = []
     done = [kind for kind in KINDS if any(asked["kind"] == kind for asked, _ in notebook.of(NAME))]
-    lengths = list(reversed(settings.lengths))
+    timed = speed.points(notebook, "softmax")
+    lengths = [n for n in reversed(settings.lengths) if milliseconds_at(timed, n) is not None]
     for kind in done:
         for length in lengths:
             rows = [row for row in tried(notebook, kind, length) if row["ms"] is not None and row["error"] <= WORST]
@@ -268,7 +269,7 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
         "budget; where there is none, softmax. Settings with an error beyond 10 are left out.",
         "milliseconds", "relative squared error", lines,
         [Selector("kind", "Inputs", [(kind, KINDS[kind]) for kind in done] or [("none", "none")]),
-         Selector("length", "Tokens", [(str(n), f"{n}") for n in lengths])],
+         Selector("length", "Tokens", [(str(n), f"{n}") for n in lengths] or [("none", "none")])],
         points=True,
     )]]  # fmt: skip
 
