@@ -170,7 +170,7 @@ def test_a_target_that_may_be_missed_is_not_met():
     assert not wild.meets(0.1)
 
 
-def test_bisection_finds_the_cheapest_that_meets_the_target():
+def test_the_cheapest_that_meets_the_target_is_found():
     q, k = data("few directions, sharp")
     study = _Study(q, k, None, target=0.2, length=384, seed=0, is_causal=False, scale=None, key_mask=None)
     (sderf,) = [Ladder(n, steps) for n, steps in CANDIDATES if n == "performer" and steps[0]["features"] == "sderf"]

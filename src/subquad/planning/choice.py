@@ -2,9 +2,10 @@
 
 One way: every candidate runs on the input itself, first as stretches of a quarter of the length, then on the whole,
 against exact softmax rows. That gives its error, how it differs between stretches, and how it grows with length: what
-lies beyond the input is carried on from there, with an interval that widens. In each row of `candidates.py` the
-cheapest setting that meets the target is found by bisection; what meets it is timed and ranked by its time at the
-length asked for. Softmax attention is always among them; nothing that is no better than the mean of the values is.
+lies beyond the input is carried on from there, with an interval that widens. Of each row of `candidates.py` the
+cheapest setting that meets the target is found, from cheap to dear; what meets it is timed and ranked by its time at
+the length asked for. Softmax attention is always among them; nothing that is no better than the mean of the values
+is.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .prediction import draws_something
 
 __all__ = ["plan"]
 
-DRAWS = 4  # to choose from
+DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
+FAR = 2.0  # times the target: of the dearest setting, that the others will not do
 AVERAGED = 2  # where the mean over draws counts
 SLOWER = 3.0  # times softmax attention in two runs: such a setting is not looked at any further
 HOPELESS = 3.0  # times the target, on stretches: no run on the whole
@@ -122,15 +124,24 @@ class _Study:
         if not steps:
             return None
         judge = functools.cache(lambda i: self.judge(ladder, steps[i]))
-        low, high = 0, len(steps) - 1
-        while high > 0 and judge(high).slow:
-            high //= 2
-        if not judge(high).meets(self.target):
-            return judge(high)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if judge(middle).meets(self.target) else (middle + 1, high)
-        return judge(high)
+        last = len(steps) - 1
+        while last > 0 and judge(last).slow:
+            last //= 2
+        # The dearest says whether the others are worth a run; an unlucky draw of it must not rule them out.
+        if judge(last).error > FAR * self.target:
+            return judge(last)
+        tried = [judge(last)]
+        enough = 0.0
+        for i in range(last + 1):
+            size = steps[i].get("num_features", math.inf)
+            if size < enough:
+                continue
+            tried.append(judge(i))
+            if tried[-1].meets(self.target):
+                return tried[-1]
+            # Errors of random features fall as the inverse of their number at best.
+            enough = size * tried[-1].error / (FAR * self.target) if math.isfinite(size) else 0.0
+        return min(tried, key=lambda choice: choice.error)
 
     def judge(self, ladder: Ladder, options: dict[str, Any]) -> Choice:
         """One setting: the best of a few draws on stretches, its error on the whole, and what that is at the length."""
@@ -139,7 +150,10 @@ class _Study:
         # data at hand, with starting points as good as any others: there the mean counts.
         random = ladder.given is None and draws_something(first)
         picks = random and hasattr(getattr(first, "far", first), "num_features")
-        draws = DRAWS if picks else AVERAGED if random else 1
+        draws = AVERAGED if random else 1
+        if picks:
+            each = getattr(first, "num_features", DRAWN_FEATURES)
+            draws = max(DRAWS, min(MOST_DRAWS, DRAWN_FEATURES // each))
         where = self.folded or self.piece
         tried: list[Tensor] = []
         slow = False
