@@ -109,6 +109,10 @@ void sq_parallel(int64_t tasks, int64_t threads, SqBody body, void* context);
 // Scratch memory of the calling thread, 64-byte aligned, kept between calls. Contents are undefined.
 float* sq_scratch(int64_t floats);
 
+// The same, for what all workers of a call share: the calling thread takes it before it starts them. Large ones go back.
+float* sq_workspace(int64_t floats);
+void sq_workspace_done();
+
 // Memory that starts on a cache line, or null; released with sq_release.
 float* sq_allocate(int64_t floats);
 void sq_release(float* memory);

@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linformer": {"length": LENGTH, "rank": 16},
     "local": {"window": 6, "global_tokens": 2},
     "lsh": {"rounds": 2, "buckets": 8, "bucket_size": 8, "seed": 0},
+    "multipole": {"chunk": 16, "clusters": 4, "exact_keys": 8, "seed": 0},
     "nystrom": {"landmarks": 12},
     "performer": {"num_features": 128, "seed": 0},
     "sparse": {"stride": 8},

@@ -17,6 +17,7 @@ from .linear import LinearAttention
 from .linformer import Linformer
 from .local import Local
 from .lsh import LSH
+from .multipole import Multipole
 from .nystrom import Nystrom
 from .performer import Performer
 from .separable_linformer import SeparableLinformer
@@ -36,6 +37,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "linformer": Linformer,
     "local": Local,
     "lsh": LSH,
+    "multipole": Multipole,
     "nystrom": Nystrom,
     "performer": Performer,
     "separable-linformer": SeparableLinformer,

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
+from ..kernels.kmeans import CLUSTERINGS, ClusterDraw, cluster, cluster_means
 from ..kernels.operator import Call
 from .base import Mechanism, check_call
 from .buckets import slots, take_rows
-from .kmeans import CLUSTERINGS, ClusterDraw, cluster, cluster_means
 
 __all__ = ["Clustered", "ImprovedClustered"]
 

@@ -1,4 +1,4 @@
-"""K-means of the queries of each sequence, for clustered attention.
+"""K-means: of the queries of each sequence for clustered attention, of the keys of each chunk for multipole attention.
 
     hamming  b_i = sign(W x_i) in {-1, 1}^bits; centroids are majority votes, c = sign(sum of members' b); the Hamming
              distance is (bits - b.c) / 2, so the nearest centroid has the largest b.c
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..features.seeded import Projection
-from ..kernels.checkpointing import tracing
+from .checkpointing import tracing
 
-__all__ = ["CLUSTERINGS", "ClusterDraw", "cluster", "cluster_means"]
+__all__ = ["CLUSTERINGS", "ClusterDraw", "cluster", "cluster_means", "lloyd"]
 
 CLUSTERINGS = ("hamming", "lloyd")
 # Distances per piece of work, all sequences together: more would leave a core's cache, or need fresh pages every time.
@@ -108,7 +108,10 @@ def cluster(x: Tensor, mask: Tensor | None, draw: ClusterDraw, *, clustering: st
     tensor([[0, 0, 1, 1]])
     """
     x = x.detach()
-    return _hamming(x, mask, draw, iterations) if clustering == "hamming" else _lloyd(x, mask, draw, iterations)
+    if clustering == "hamming":
+        return _hamming(x, mask, draw, iterations)
+    real = x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
+    return lloyd(real, mask, _first_tokens(real, mask, draw.starts), iterations)
 
 
 def _largest(weights: Tensor, x: Tensor) -> Tensor:
@@ -143,14 +146,13 @@ def _hamming(x: Tensor, mask: Tensor | None, draw: ClusterDraw, iterations: int)
     return assigned
 
 
-def _lloyd(x: Tensor, mask: Tensor | None, draw: ClusterDraw, iterations: int) -> Tensor:
-    real = x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0.0)
-    centroid = _first_tokens(real, mask, draw.starts)
+def lloyd(x: Tensor, mask: Tensor | None, centroid: Tensor, iterations: int) -> Tensor:
+    """The nearest mean of every token of x (X, L, D), 0 where masked: int64 (X, L), from `centroid` (X, C, D) on."""
     clusters = centroid.shape[-2]
     for left in range(iterations, -1, -1):
-        score = centroid @ real.mT - 0.5 * centroid.square().sum(-1, keepdim=True)
+        score = centroid @ x.mT - 0.5 * centroid.square().sum(-1, keepdim=True)
         assigned = score.argmax(-2)
         if left:
             size = _counts(assigned, mask, clusters, x.dtype)
-            centroid = torch.where(size == 0, centroid, _sums(real, assigned, clusters) / size.clamp(min=1))
+            centroid = torch.where(size == 0, centroid, _sums(x, assigned, clusters) / size.clamp(min=1))
     return assigned
