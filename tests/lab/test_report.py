@@ -27,7 +27,7 @@ from subquad.lab.report.running import ERRORS, FIRST, REST, SPEED, Clock, Job, m
 from subquad.lab.report.sections import error, model, published, sections, spectrum, speed, use
 from subquad.lab.report.sections import memory as memory_section
 from subquad.lab.report.table import terminal_table
-from subquad.lab.report.tried import candidates
+from subquad.lab.report.tried import Tried, candidates
 from subquad.planning.candidates import PLANNABLE
 
 from .report_case import TINY
@@ -353,6 +353,8 @@ def test_every_candidate_of_the_planner_can_be_recommended() -> None:
     assert len({tried.label for tried in candidates(settings)}) == len(candidates(settings))  # labels tell them apart
     (same,) = [tried for tried in candidates(settings) if tried.timed_as == "taylor"]  # the default: one time for both
     assert same.options == {"degree": 2}
+    assert Tried("x", "multipole", {"clusters": 24, "exact_keys": 256}).timed_as == "multipole"
+    assert {"multipole", "improved-clustered"} <= {name for _, _, name, _ in model.TRIED} & set(error.LEVELS) & named
 
 
 def test_the_shipped_heads_say_where_they_are_from() -> None:

@@ -40,8 +40,14 @@ PROJECTIONS: dict[str, dict[str, Any]] = {
     "simplex": {"projection": "simplex"},
 }
 # What plays the part of the number of features elsewhere; a mechanism not listed has one setting.
-SIZES = {"local": "window", "hybrid": "window", "nystrom": "landmarks", "clustered": "clusters",
-         "improved-clustered": "clusters"}  # fmt: skip
+SIZES = {
+    "multipole": "exact_keys",
+    "local": "window",
+    "hybrid": "window",
+    "nystrom": "landmarks",
+    "clustered": "clusters",
+    "improved-clustered": "clusters",
+}
 _MODIFIERS = ("antithetic", "center")
 
 

@@ -62,7 +62,7 @@ class Choice:
     low, high: what it is likely to lie between: two deviations, as stretches of the input differ
     measured:  on `tokens` tokens, of `draws` draws: the best of them on disjoint stretches, with what choosing it there
                flatters it; of clusters and buckets, which are made of the data at hand, the mean
-    slow:      two runs took more than three times as long as softmax attention would: it was not looked at any further
+    slow:      two runs took three times as long as softmax attention, or as another choice: not looked at any further
     any_draw:  the mean over these draws: what drawing again would give
     time:      at the plan's length, on this machine; only what meets the target is timed
     """

@@ -37,12 +37,15 @@ SDERF: Options = {"features": "sderf", "antithetic": True, "center": True}
 
 
 def _steps(name: str, values: Iterable[int], **fixed: Any) -> tuple[Options, ...]:
-    return tuple({**fixed, name: value} for value in values)
+    return tuple({name: value, **fixed} for value in values)
 
 
+# Clusters per chunk of keys, and keys that a query evaluates exactly beside them.
+MULTIPOLE = ((8, 64), (16, 64), (16, 128), (24, 128), (24, 256), (48, 256), (48, 512), (64, 1024))
 FEATURES = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # To add a mechanism, add a row: plans, `subquad error`'s notes and the report's recommendations follow.
 CANDIDATES: tuple[tuple[str, tuple[Options, ...]], ...] = (
+    ("multipole", tuple({"clusters": clusters, "exact_keys": keys} for clusters, keys in MULTIPOLE)),
     ("performer", _steps("num_features", FEATURES, features="hyperbolic")),
     ("performer", _steps("num_features", FEATURES, features="hyperbolic", center=True)),
     ("performer", _steps("num_features", FEATURES, features="oprf", antithetic=True)),
@@ -80,7 +83,7 @@ def least_tokens(mechanism: str, options: Options) -> int:
     if mechanism == "lsh":
         return 16 * 64 * int(options.get("rounds", 4)) // 4
     sizes = [int(options[name]) for name in ("window", "clusters", "landmarks") if name in options]
-    return 8 * max(sizes, default=0)
+    return max(8 * max(sizes, default=0), 4 * int(options.get("exact_keys", 0)))
 
 
 def ladders(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cross: bool) -> list[Ladder]:

@@ -37,7 +37,7 @@ __all__ = ["plan"]
 DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
 FAR = 2.0  # times the target: of the dearest setting, that the others will not do
 AVERAGED = 2  # where the mean over draws counts
-SLOWER = 3.0  # times softmax attention in two runs: such a setting is not looked at any further
+SLOWER = 3.0  # times softmax, or what has met the target, in two runs: such a setting is not looked at any further
 HOPELESS = 3.0  # times the target, on stretches: no run on the whole
 CLEAR = 0.25  # times the target: no need for a better draw
 MOST_HEADS, LEAST_HEADS = 8, 2
@@ -87,6 +87,7 @@ class _Study:
         exact = create("softmax", q.shape[-1])
         self._seconds(exact)  # warms up
         self.exact_seconds = self._seconds(exact)
+        self.fastest = math.inf  # seconds of one run of what has met the target
         self.statistics = Calibration(self.k.shape[1], self.k.shape[-1])
         self.statistics.update(self.q, self.k, form["key_mask"])
         self.uniform = uniform_error(self.piece)
@@ -101,8 +102,10 @@ class _Study:
         return time.perf_counter() - start
 
     def too_slow(self, seconds: float) -> bool:
-        """Whether a run on these tokens that took so long will be far slower than softmax attention at the length."""
-        return seconds > SLOWER * self.exact_seconds * max(1.0, self.length / self.piece.tokens)
+        """Whether a run on these tokens that took so long is far slower than what has met the target so far, or will be
+        than softmax attention at the length."""
+        exact = self.exact_seconds * max(1.0, self.length / self.piece.tokens)
+        return seconds > SLOWER * min(exact, self.fastest)
 
     def make(self, ladder: Ladder, options: dict[str, Any], draw: int) -> Mechanism:
         """The mechanism of one step, calibrated on the data where it uses calibration."""
@@ -161,8 +164,9 @@ class _Study:
             attend = first if draw == 0 else self.make(ladder, options, draw)
             start = time.perf_counter()
             tried.append(where.by_stretch(where.squares(attend)))
+            took = time.perf_counter() - start
             # Twice: one run may have met a busy moment.
-            slow = self.too_slow(time.perf_counter() - start) and self.too_slow(self._seconds(attend))
+            slow = self.too_slow(took) and self.too_slow(self._seconds(attend))
             if slow:
                 break
             least = min(float(one.sum()) for one in tried) / where.norm
@@ -195,7 +199,10 @@ class _Study:
             if random and short > 0:
                 choice = replace(choice, any_draw=whole * mean / short)
         deviation = where.deviation(own)
-        return self._at_length(replace(choice, tokens=self.piece.tokens), short, flattered * whole, deviation)
+        found = self._at_length(replace(choice, tokens=self.piece.tokens), short, flattered * whole, deviation)
+        if found.meets(self.target):
+            self.fastest = min(self.fastest, took)
+        return found
 
     @staticmethod
     def _flattered(each: Tensor) -> float:

@@ -14,9 +14,9 @@ __all__ = ["findings", "headline", "star"]
 
 
 def star(settings: Settings) -> str | None:
-    """The mechanism that the headline is about: the performer where it was measured."""
+    """The mechanism that the headline is about: multipole, or the performer, where it was measured."""
     others = [name for name in settings.names if name != "softmax"]
-    return "performer" if "performer" in others else next(iter(others), None)
+    return next((name for name in ("multipole", "performer", *others) if name in others), None)
 
 
 def findings(notebook: Notebook, settings: Settings) -> dict[str, Any]:

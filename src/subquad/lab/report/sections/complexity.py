@@ -18,6 +18,7 @@ from ..words import dot
 __all__ = ["SECTION"]
 
 NAME = "complexity"
+STEPS = {"multipole": "O((S clusters / chunk + exact_keys + chunk) (D + E))"}
 RECURRENT_NETWORK = ("recurrent network (RNN)", "O(L D²)", "O(L)", "O(D)", "O(D²)")
 
 
@@ -27,6 +28,7 @@ def _sequential(name: str) -> str:
         "lsh": "O(log L), sorting",
         "clustered": "O(1) per iteration",
         "improved-clustered": "O(1) per iteration",
+        "multipole": "O(1) per iteration",
     }.get(name, "O(1)")
 
 
@@ -35,8 +37,9 @@ def _table(notebook: Notebook, settings: Settings) -> str:
     for name in settings.names:
         about = subquad.describe(name)
         recurrent = bool(about["recurrent"]) and bool(about["causal"])
-        state = "all keys and values" if name == "softmax" else "fixed" if recurrent else "–"
-        step = "O(S (D + E))" if name == "softmax" else "independent of L" if recurrent else "–"
+        fixed = bool(about["constant_memory"])
+        state = "–" if not recurrent else "fixed" if fixed else "all keys and values"
+        step = "–" if not recurrent else "independent of L" if fixed else STEPS.get(name, "O(S (D + E))")
         cells = (
             f"{dot(name)}{html.escape(name)}",
             html.escape(str(about["complexity"])),
