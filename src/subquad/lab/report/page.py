@@ -88,9 +88,11 @@ def _cards(found: Mapping[str, Any], settings: Settings) -> str:
     gain = found["gains"].get("forward, full", {}).get(name)
     if gain is not None:
         cards.append((f"times softmax’s speed at {gain['length']:,} tokens", f"{times(gain['gain'])}×"))
-    decode = found["generation"].get(name)
+    decode = found["generation"].get("performer")
     if decode is not None:
-        cards.append(("per generated token and layer, at any context", milliseconds(decode["us_per_token"] / 1e3)))
+        cards.append(
+            ("per generated token and layer with performer, at any context", milliseconds(decode["us_per_token"] / 1e3))
+        )
     if found["gemm_gflops"] and len(cards) < 4:
         cards.append(("matrix-product limit of this machine", f"{found['gemm_gflops']:.0f} GFLOP/s"))
     return "".join(f"<div><dt>{html.escape(words)}</dt><dd>{html.escape(value)}</dd></div>" for words, value in cards)

@@ -46,12 +46,10 @@ def defaults(settings: Settings) -> list[Tried]:
 
 
 def _thinned(steps: tuple[dict[str, Any], ...], count: int) -> list[dict[str, Any]]:
-    """At most `count` of the steps: the cheapest, the dearest, and evenly between."""
+    """At most `count` of the steps, each the middle one of its share."""
     if len(steps) <= count:
         return list(steps)
-    if count == 1:
-        return [steps[len(steps) // 2]]
-    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
+    return [steps[int((i + 0.5) * len(steps) / count)] for i in range(count)]
 
 
 def candidates(settings: Settings) -> list[Tried]:

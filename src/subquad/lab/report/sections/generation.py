@@ -69,7 +69,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
                 if cached:
                     attend.read(q1, state)
                 else:
-                    attend.scan(q1, k1, v1, state)
+                    state = attend.scan(q1, k1, v1, state)[1]
 
         calls[name] = steps
         results[name] = {
