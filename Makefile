@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
 # package works without them, unless SUBQUAD_REQUIRE_NATIVE is set. Old libraries go first: none is better than a stale one.
 $(BUILT): $(STAMP) $(CSRC)
 	@mkdir -p build
-	@rm -f src/subquad/kernels/*.so src/subquad/kernels/*.dylib
+	@rm -f src/subquad/kernels/native/*.so src/subquad/kernels/native/*.dylib
 	@export PATH="$(abspath $(BIN)):$$PATH"; \
 	if cmake --fresh -S . -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release >build/native.log 2>&1 \
 	  && cmake --build build/native >>build/native.log 2>&1 \

@@ -8,8 +8,9 @@
 
 Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
 after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
-meanwhile; that is why time axes are steps times the seconds that `time` measured apart. `--only` picks experiments by
-name, `--hours` ends the queue after so long. Data lie below `--data` (benchmarks/tasks_data.py gets them).
+meanwhile; that is why time axes are steps times the seconds that `time` measured apart. `--only` and `--rows` pick
+experiments and rows by name, `--hours` ends the queue after so long. Data lie below `--data`
+(benchmarks/tasks_data.py gets them).
 
 Below `--out` (default results/experiments) every experiment has a folder with its runs, `results.json` (commands,
 seeds, curves, dates, machine) and a page, `index.html`.
@@ -110,7 +111,8 @@ def chosen(args: argparse.Namespace) -> list[Experiment]:
 
 def queue(args: argparse.Namespace) -> list[Job]:
     """All runs in their order: the first seed of every experiment before the second of any, slow rows later."""
-    return sorted((job for one in chosen(args) for job in one.jobs()), key=lambda job: job.turn)
+    jobs = (job for one in chosen(args) for job in one.jobs() if not args.rows or job.label in args.rows)
+    return sorted(jobs, key=lambda job: job.turn)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ def attempt(args: argparse.Namespace) -> None:
             reason = missing(replace(job, start=None), args)
             if reason is None and job.start is not None:
                 source = Path(scratch) / job.start
-                reason = None if source.is_dir() else f"{job.start} failed"
+                reason = None if source.is_dir() else f"{job.start} was not tried, or failed"
             if reason is not None:
                 print(f"{job.folder:60} not tried: {reason}", flush=True)
                 continue
@@ -306,6 +308,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"))
     parser.add_argument("--out", type=Path, default=Path("results/experiments"))
     parser.add_argument("--only", nargs="+", help="experiments by name")
+    parser.add_argument("--rows", nargs="+", help="rows of them by label")
     parser.add_argument("--steps", type=int, default=3, help="of try")
     parser.add_argument("--rounds", type=int, default=5, help="of time")
     parser.add_argument(

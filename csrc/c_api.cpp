@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "call.h"
 #include "multipole/call.h"
-#include "problem.h"
 
 namespace sq_baseline { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
 namespace sq_emulated { extern const SqPairKernels pair_kernels; }
@@ -78,8 +78,8 @@ const Choice& chosen() {
 
 // Where rounding features to bfloat16 is no worse than rounding the result to it: there is a result, it is rounded to
 // bfloat16, no backward needs the state, and no weight is negative (a normaliser near 0 would blow the rounding up).
-bool wants_pairs(const SqProblem& p) {
-  return chosen().pairs && p.length_q > 0 && p.v.dtype == SQ_BFLOAT16 && p.out.dtype == SQ_BFLOAT16 && p.normalise &&
+bool wants_pairs(const SqCall& p) {
+  return chosen().pairs && !p.near && p.length_q > 0 && p.v.dtype == SQ_BFLOAT16 && p.out.dtype == SQ_BFLOAT16 && p.normalise &&
          !p.differentiable && p.function != SQ_IDENTITY && p.function != SQ_TAYLOR;
 }
 
@@ -87,24 +87,19 @@ bool wants_pairs(const SqProblem& p) {
 
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
-// The version of the structures in problem.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 4; }
-SQ_API int64_t subquad_problem_size() { return sizeof(SqProblem); }
-SQ_API int64_t subquad_hybrid_size() { return sizeof(SqHybrid); }
-SQ_API int64_t subquad_step_size() { return sizeof(SqStep); }
+// The version of the structure in call.h; Python refuses a library of another one.
+SQ_API int64_t subquad_abi() { return 5; }
+SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
 SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
 SQ_API const char* subquad_error() { return chosen().error; }
-SQ_API int subquad_forward(const SqProblem* p) {
+SQ_API int subquad_forward(const SqCall* p) {
   return (wants_pairs(*p) ? chosen().pairs->forward : chosen().kernels->forward)(p);
 }
-SQ_API int subquad_backward(const SqProblem* p) { return chosen().kernels->backward(p); }
-SQ_API int subquad_decode(const SqProblem* p) { return chosen().kernels->decode(p); }
-SQ_API int subquad_project(const SqProblem* p, float* out) { return chosen().kernels->project(p, out); }
-SQ_API int subquad_hybrid_forward(const SqHybrid* p) { return chosen().kernels->hybrid_forward(p); }
-SQ_API int subquad_hybrid_backward(const SqHybrid* p) { return chosen().kernels->hybrid_backward(p); }
-SQ_API int subquad_hybrid_decode(const SqStep* p) { return chosen().kernels->hybrid_decode(p); }
+SQ_API int subquad_backward(const SqCall* p) { return chosen().kernels->backward(p); }
+SQ_API int subquad_step(const SqCall* p) { return chosen().kernels->step(p); }
+SQ_API int subquad_project(const SqCall* p, float* out) { return chosen().kernels->project(p, out); }
 SQ_API int subquad_multipole_forward(const SqMultipole* p) { return chosen().multipole->forward(p); }
 SQ_API int subquad_multipole_backward(const SqMultipole* p) { return chosen().multipole->backward(p); }

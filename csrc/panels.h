@@ -4,7 +4,7 @@
 //   unpanel: X^T -> rows                                         put:     float32 rows -> rows of any dtype and stride
 #pragma once
 
-#include "problem.h"
+#include "call.h"
 #include "vec.h"
 
 namespace SQ_NS {

@@ -17,7 +17,7 @@
 #include <malloc.h>
 #endif
 
-#include "problem.h"
+#include "call.h"
 
 namespace {
 

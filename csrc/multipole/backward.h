@@ -61,8 +61,8 @@ static Way cut_way(const SqMultipole& p, const Plan& plan, float* memory, long* 
   w.dq = take(w.k.most * plan.ldk);
   w.slope = take(w.k.most);
   w.norm = take(w.k.most);
-  const long keys = plan.chunks * p.chunk, columns = plan.chunks * plan.slots;
-  const long chosen = p.exact_keys < keys ? p.exact_keys : keys, clusters = chosen < columns ? chosen : columns;
+  const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan);
+  const long clusters = chosen < columns ? chosen : columns;
   w.key_slopes = take(w.k.most * (chosen + clusters * (VL - 1)) + VL);
   *floats = used;
   return w;

@@ -7,12 +7,13 @@
 // others are exact, and so is the query's own chunk in causal calls.
 #pragma once
 
-#include "../problem.h"
+#include "../call.h"
 
 struct SqMultipole {
   int64_t batch, heads_q, heads_kv, length_q, length_k, dim, width;  // width = E
   int64_t past;  // causal: query i stands at key past + i
-  int64_t chunk, clusters, largest, iterations, exact_keys;  // largest: the most keys in one cluster
+  int64_t chunk, clusters, largest, iterations;  // largest: the most keys in one cluster
+  int64_t exact_keys;  // negative: by the number of clustered keys, see `most_keys`
   int32_t causal, threads;
   int32_t forced;  // selection is given
   int32_t unused;

@@ -36,6 +36,13 @@ static void times_rows(long rows, long terms, const float* weights, long ldw, co
          t ? FROM_C : start, by);
 }
 
+// The most keys that a query evaluates of `far` clustered ones.
+SQ_INLINE long most_keys(const SqMultipole& p, long far) {
+  if (p.exact_keys >= 0) return p.exact_keys;
+  const long some = far * 3 / 8, many = far / 32 > 256 ? far / 32 : 256;
+  return some < many ? some : many;
+}
+
 // The keys and values of one (batch, key head), by rank and by cluster. Columns are the non-empty clusters of all complete
 // chunks, in order, so the clusters of the first chunks are the first columns.
 struct Clusters {
@@ -348,7 +355,7 @@ static void lay_ranks(const SqMultipole& p, const Plan& plan, Clusters& c, long 
   const long from = block * p.chunk, left = c.real - from, n = left < p.chunk ? left : p.chunk;
   if (n <= 0) return;
   fetch_ranks(p.v, b, h, token_of, from, n, p.width, c.values_by_rank + from * plan.lde, plan.lde);
-  if (!p.causal && block < c.chunks && p.error != 0 && c.chunks * p.chunk > p.exact_keys) return;  // no dense keys there
+  if (!p.causal && block < c.chunks && p.error != 0 && c.chunks * p.chunk > most_keys(p, c.chunks * p.chunk)) return;  // no dense keys there
   if (c.key_rows_by_rank) rows = c.key_rows_by_rank + from * plan.ldk;
   fetch_ranks(p.k, b, h, token_of, from, n, p.dim, rows, plan.ldk);
   lay_panels(rows, n, p.dim, plan.ldk, c.keys_by_rank + block * p.dim * plan.ldb);

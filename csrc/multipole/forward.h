@@ -55,13 +55,19 @@ static Sight sight_of(const SqMultipole& p, const Clusters& c, long end) {
   Sight s = {own < c.chunks ? own : c.chunks, 0};
   s.dense = s.chunks * p.chunk;
   // Where every visible cluster would be chosen, its keys are dense keys.
-  if (!p.forced && (p.error < 0 ? s.dense <= p.exact_keys : p.error == 0)) s.chunks = s.dense = 0;
+  if (!p.forced && (p.error < 0 ? s.dense <= most_keys(p, s.dense) : p.error == 0)) s.chunks = s.dense = 0;
   return s;
+}
+
+// The most keys that a query of this call evaluates of chosen clusters.
+SQ_INLINE long chosen_keys(const SqMultipole& p, const Plan& plan) {
+  const long keys = plan.chunks * p.chunk, most = most_keys(p, keys);
+  return most < keys ? most : keys;
 }
 
 // Queries whose chosen scores fit into half of a second-level cache.
 SQ_INLINE long group_size(const SqMultipole& p, const Plan& plan) {
-  const long keys = plan.chunks * p.chunk, chosen = p.exact_keys < keys ? p.exact_keys : keys;
+  const long chosen = chosen_keys(p, plan);
   const long fitting = 49152 / (chosen + chosen / 3 + 1);
   return fitting >= GROUP ? GROUP : fitting <= ROWS ? ROWS : fitting / ROWS * ROWS;
 }
@@ -72,8 +78,8 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   k.ldq = plan.ldk;
   k.lds = plan.ldc > COLUMNS ? plan.ldc : odd_lines(COLUMNS);
   k.most = group_size(p, plan);
-  const long columns = plan.chunks * plan.slots, keys = plan.chunks * p.chunk;
-  const long chosen = (p.exact_keys < keys ? p.exact_keys : keys), entries = k.most * (chosen < columns ? chosen : columns);
+  const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan);
+  const long entries = k.most * (chosen < columns ? chosen : columns);
   long used = 0;
   auto take = [&](long n) {
     float* at = memory ? memory + used : nullptr;
@@ -219,7 +225,7 @@ static void select_for_error(Group& k, long i0, long n, long vectors, long colum
       store(k.criterion + j, e);
       total += e;
     }
-    select_by_error(c, k.criterion, hsum(total), p.error * norm, columns, p.exact_keys, k.list, k.selection[i0 + r]);
+    select_by_error(c, k.criterion, hsum(total), p.error * norm, columns, most_keys(p, k.sight.dense), k.list, k.selection[i0 + r]);
   }
 }
 
@@ -241,7 +247,7 @@ static void far_masses(Group& k, long i0, long n) {
     log_masses(k, i0 + r, row, vectors, &k.far.peak[i0 + r], &top);
     if (p.forced) take_forced(k, i0 + r, columns);
     else if (p.error < 0)
-      select_by_keys(c, k.criterion, top, columns, p.exact_keys, k.list, k.depth, k.selection[i0 + r]);
+      select_by_keys(c, k.criterion, top, columns, most_keys(p, k.sight.dense), k.list, k.depth, k.selection[i0 + r]);
   }
   if (!p.forced && p.error > 0) select_for_error(k, i0, n, vectors, columns);
   for (long r = 0; r < n; r++) {

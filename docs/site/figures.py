@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hybrid": {"window": 6, "sinks": 2, "far": {"mechanism": "performer", "num_features": 128, "seed": 0}},
     "improved-clustered": {"clusters": 8, "topk": 12, "seed": 0},
     "linformer": {"length": LENGTH, "rank": 16},
-    "local": {"window": 6, "global_tokens": 2},
+    "local": {"window": 6, "sinks": 2},
     "lsh": {"rounds": 2, "buckets": 8, "bucket_size": 8, "seed": 0},
     "multipole": {"chunk": 16, "clusters": 4, "exact_keys": 8, "seed": 0},
     "nystrom": {"landmarks": 12},

@@ -10,7 +10,7 @@ import subquad as sq
 from subquad.features.calibration import Calibration
 from subquad.hf.calibration import calibrate_layers
 from subquad.hf.capturing import capture
-from subquad.hf.head_groups import HeadGroups
+from subquad.mechanisms.head_groups import HeadGroups
 
 from . import zoo
 from .zoo import padded_batches

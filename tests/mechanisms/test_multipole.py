@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 
 import subquad as sq
-from subquad.kernels import native_library
 from subquad.kernels.multipole import BACKENDS, native, reference
 from subquad.kernels.multipole.definition import cluster_keys, rank_order, take
+from subquad.kernels.native import library
 from subquad.kernels.operator import Call
 
-needs_native = pytest.mark.skipif(bool(native_library.missing()), reason=native_library.missing())
+needs_native = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 
 
 def draw(heads=2, length=300, dim=16, width=16, seed=0, batch=1, kv_heads=None):
@@ -62,8 +62,8 @@ def test_both_ways_to_choose_agree(options, causal):
 
 @pytest.mark.parametrize("backend", ["native", "chunked"])
 def test_clusters_are_a_pure_function_of_the_chunk(backend):
-    if backend == "native" and native_library.missing():
-        pytest.skip(native_library.missing())
+    if backend == "native" and library.missing():
+        pytest.skip(library.missing())
     make = native.cluster if backend == "native" else None
     spec = sq.create("multipole", 16, chunk=32, clusters=5, seed=3)._spec()
     _, k, _ = draw(heads=3, length=128, batch=2)

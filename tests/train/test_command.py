@@ -177,13 +177,19 @@ def test_a_run_is_resumed_with_the_options_it_was_started_with(
     main_done(["copy", "--set", "length=4", "--steps", "3", "--batch", "4", "--dim", "16", "--mechanism",
                "lsh:rounds=1", "--seed", "4", "--out", out, *quick])  # fmt: skip
     before = json.loads((tmp_path / "run/run.json").read_text())
-    for given in ([], ["copy"], ["copy", "--steps", "3", "--mechanism", "lsh:rounds=1", "--set", "length=4"]):
+    for given in (
+        [],
+        ["copy"],
+        ["copy", "--steps", "3", "--mechanism", "lsh:rounds=1", "--set", "length=4"],
+        ["--option", "rounds=1"],
+    ):
         main_done([*given, "--resume", "--out", out, *quick])
         assert "finished before" in capsys.readouterr().err
     assert json.loads((tmp_path / "run/run.json").read_text()) == before
     for given, message in (
         (["--steps", "5"], "settings.steps: 3 there, 5 now"),
         (["--mechanism", "linear"], "model.mechanism"),
+        (["--option", "rounds=2"], "model.mechanism.rounds: 1 there, 2 now"),
         (["--set", "length=5"], "options.length: 4 there, 5 now"),
         (["--seed", "5"], "settings.seed: 4 there, 5 now"),
         (["text"], "holds a run of task 'copy', not of 'text'"),

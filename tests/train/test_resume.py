@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def test_a_full_disk_is_one_line_and_the_checkpoints_before_it_stay(tmp_path: Pa
     said = [line for line in done.stderr.splitlines() if not line.startswith("[")]
     assert len(said) == 1
     assert "cannot be written (File too large)" in said[0]
-    assert "step-00000002" in said[0] and "--resume" in said[0]
+    assert "step-00000002" in said[0] and f"subquad train --resume --out {tmp_path / 'run'}" in said[0]
     kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert kept == ["step-00000000", "step-00000002"]
     said.clear()
@@ -166,3 +167,24 @@ def test_only_what_a_disk_can_cause_is_called_that(tmp_path: Path) -> None:
     assert full is not None and "no checkpoint is complete yet" in str(full)
     assert checkpoint.disk_error(FileNotFoundError(errno.ENOENT, "book.txt"), tmp_path) is None
     assert checkpoint.disk_error(checkpoint.SafetensorError("invalid header"), tmp_path) is None
+
+
+def test_a_thread_that_meets_a_full_disk_says_nothing_and_others_do() -> None:
+    def fail(error: Exception) -> None:
+        def raise_it() -> None:
+            raise error
+
+        thread = threading.Thread(target=raise_it)
+        thread.start()
+        thread.join()
+
+    said: list[BaseException | None] = []
+    before, threading.excepthook = threading.excepthook, lambda caught: said.append(caught.exc_value)
+    try:
+        with checkpoint.one_report():
+            fail(OSError(errno.ENOSPC, "No space left on device"))
+            fail(KeyError("other"))
+        fail(OSError(errno.ENOSPC, "No space left on device"))
+    finally:
+        threading.excepthook = before
+    assert [type(one) for one in said] == [KeyError, OSError]

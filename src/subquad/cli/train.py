@@ -126,26 +126,28 @@ def train(
         if data is not None:
             options["data"] = data
         own = parse_pairs("--option", option or [])
-        choice = None if mechanism is None and not own else parse_mechanism(mechanism or "performer", own)
+        choice = None if mechanism is None else parse_mechanism(mechanism, own)
         chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(given)}
         others = None if compare is None else [parse_mechanism(one) for one in compare.split(",")]
         if out is None:
             if task is None:
                 raise ValueError("the TASK is missing; it may be left out with --resume --out FOLDER alone")
-            out = Path("runs") / f"{task}-{'compare' if compare else label_of(choice or 'performer')}"
+            named = label_of(choice or parse_mechanism("performer", own))
+            out = Path("runs") / f"{task}-{'compare' if compare else named}"
         check_writable("--out", out, folder=True)
         plan = read_plan(out) if resume else None
         if resume and (plan is not None or (out / "run.json").is_file()):
             run = plan[0] if plan is not None else Run.read(out)
             if task not in (None, run.task.name):
                 raise ValueError(f"{str(out)!r} holds a run of task {run.task.name!r}, not of {task!r}")
-            run = run.changed(mechanism=None if plan else choice, start=from_, **chosen, **options)
+            asked = {} if plan else {"mechanism": choice, "mechanism_options": own}
+            run = run.changed(start=from_, **asked, **chosen, **options)
             if plan is not None:
                 others, seeds = others or plan[1], seeds or plan[2]
         else:
             if task is None:
                 raise ValueError(f"the TASK is missing; {str(out)!r} holds no run that would name it")
-            run = Run.of(task, choice or "performer", start=from_, **chosen, **options)
+            run = Run.of(task, choice or parse_mechanism("performer", own), start=from_, **chosen, **options)
         if seeds is not None and others is None:
             raise ValueError("--seeds belongs to --compare; one run has one --seed")
         running = Running(

@@ -7,6 +7,7 @@ from . import versions  # noqa: F401
 
 # isort: split
 
+from ..mechanisms.head_groups import HeadGroups
 from .cache import StateCache, StateLayer
 from .calibration import LayerStatistics, calibrate_layers
 from .callbacks import RedrawCallback
@@ -14,7 +15,6 @@ from .capturing import LayerSample, capture
 from .configuration import SubquadConfig
 from .conversion import convert, revert
 from .distillation import DistillationReport, distill
-from .head_groups import HeadGroups
 from .layer_plan import LayerPlan, plan_layers
 from .modeling import SubquadModel, SubquadPreTrainedModel
 from .modeling_causal import SubquadForCausalLM

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..features.calibration import Calibration
 from ..mechanisms import Mechanism
+from ..mechanisms.head_groups import HeadGroups
 from ..nn.choice import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
 from .families import AttentionLayer
-from .head_groups import HeadGroups
 
 __all__ = ["Assignment", "assign", "by_name", "needs_calibration", "seen_as"]
 

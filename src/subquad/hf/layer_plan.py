@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..features.seeded import Projection
 from ..mechanisms import Mechanism, create
+from ..mechanisms.head_groups import HeadGroups
 from ..mechanisms.softmax import Softmax
 from ..planning.baselines import uniform_attention
 from ..planning.cost import attention_costs
@@ -32,7 +33,6 @@ from .calibration import LayerStatistics, gather
 from .capturing import LayerSample, capture
 from .conversion_report import in_brief
 from .families import AttentionLayer, known_layers
-from .head_groups import HeadGroups
 from .output_projections import output_weight
 from .plan_candidates import default_candidates, seeded, with_causal_form
 from .plan_search import search

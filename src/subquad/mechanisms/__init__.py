@@ -10,6 +10,7 @@ from .. import checks
 from .base import Mechanism
 from .clustered import Clustered, ImprovedClustered
 from .efficient import Efficient
+from .head_groups import HeadGroups
 from .hedgehog import Hedgehog
 from .hybrid import Hybrid
 from .kernelised import Kernelised
@@ -25,7 +26,7 @@ from .softmax import Softmax
 from .sparse import Sparse
 from .taylor import Taylor
 
-__all__ = ["MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
+__all__ = ["COMBINED", "MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "clustered": Clustered,
@@ -47,6 +48,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 }
 
 
+# Made of other mechanisms, which have to be named: in no list of what one could try, but created and tested like them.
+COMBINED: dict[str, type[Mechanism]] = {"head-groups": HeadGroups}
+
+
 def _lookup(name: object) -> type[Mechanism]:
     if isinstance(name, type) and issubclass(name, Mechanism):
         if not hasattr(name, "name"):
@@ -54,6 +59,8 @@ def _lookup(name: object) -> type[Mechanism]:
         return name
     if not isinstance(name, str):
         raise TypeError(f"mechanism must be a name, a Mechanism class or a Mechanism object, got {type(name).__name__}")
+    if name in COMBINED:
+        return COMBINED[name]
     if name not in MECHANISMS:
         hint = checks.nearest(name, MECHANISMS)
         raise ValueError(f"mechanism {name!r} is not known; expected one of {sorted(MECHANISMS)}{hint}")
@@ -101,6 +108,7 @@ def create(
     cls = _lookup(mechanism)
     if head_dim is None:
         raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")
+    options = cls.without_aliases(options)
     checks.check_options(f"mechanism {cls.name!r}", options, cls.options())
     return cls(head_dim, heads, kv_heads, **options)
 
@@ -155,7 +163,7 @@ def list_mechanisms(
     >>> "performer" in sq.list_mechanisms(causal=True, recurrent=True)
     True
     >>> sorted(set(sq.list_mechanisms(recurrent=True)) - set(sq.list_mechanisms(constant_memory=True)))
-    ['softmax']
+    ['multipole', 'softmax']
     """
     wanted = {
         "causal": causal,

@@ -13,25 +13,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from .. import checks
 from ..features.calibration import calibrations
 from ..kernels.operator import Call
+from ..state import State, check_continues, check_fits
 
-__all__ = ["Mechanism", "check_call", "real_keys", "without_padding"]
+__all__ = ["Mechanism", "check_call", "without_padding"]
 
 
 def check_call(call: Call) -> None:
     """Refuse what a mechanism with one fast form and one definition does not know."""
     if call.backend is not None:
         checks.check_option("backend", call.backend, ("reference",))
-
-
-def real_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """(B, S) bool, True = real: the mask of keys k (B, H, S, D), written out where none was given."""
-    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
 
 
 def without_padding(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -65,6 +60,8 @@ class Mechanism(nn.Module):
     exact: ClassVar[bool] = False
     kernelised: ClassVar[bool] = False
     causal_refusal: ClassVar[str] = ""
+    # Other names of options that are accepted, and what they stand for.
+    aliases: ClassVar[dict[str, str]] = {}
     cross: bool = True
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
@@ -94,6 +91,22 @@ class Mechanism(nn.Module):
         parameters = inspect.signature(cls.__init__).parameters.values()
         fixed = ("self", "head_dim", "heads", "kv_heads")
         return {p.name: p.default for p in parameters if p.name not in fixed and p.kind is not p.VAR_KEYWORD}
+
+    @classmethod
+    def without_aliases(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Options under their own names, where some were given by another name that is accepted.
+
+        >>> import subquad as sq
+        >>> sq.create("local", head_dim=8, global_tokens=2).sinks
+        2
+        """
+        named = dict(options)
+        for alias, name in cls.aliases.items():
+            if alias in named:
+                if name in named:
+                    raise TypeError(f"{cls.name}: {alias} is another name of {name}; give one of them")
+                named[name] = named.pop(alias)
+        return named
 
     def config(self) -> dict[str, Any]:
         """What this mechanism is, as plain data: `create(**config)` makes it again.
@@ -131,6 +144,15 @@ class Mechanism(nn.Module):
         if self.kv_heads is None:
             raise ValueError(f"{self.name} with {why} has parameters per head: pass heads= (and kv_heads= if grouped)")
         return self.kv_heads
+
+    def _continued(
+        self, state: Any, origin: str, tokens: Tensor, heads: int | None = None, width: int | None = None
+    ) -> State:
+        """The state, if tokens (B, ., L, D) with so many KV heads and this value width can go on from it."""
+        check_continues(state, State, origin, f"{self.name}'s scan() or absorb()")
+        assert isinstance(state, State)
+        check_fits(state.holds(), tokens, heads, width)
+        return state
 
     def resolve_scale(self, scale: float | None) -> float:
         """The caller's scale, or 1/sqrt(head_dim)."""

@@ -22,7 +22,7 @@ from ..features.base import scaled
 from ..features.elementwise import ElementwiseFeatures, LogFeatures
 from ..kernels import dispatch
 from ..kernels.operator import Call, refuse_second_derivatives
-from ..state import LinearState, finite
+from ..state import State, finite
 from .kernelised import Kernelised
 
 __all__ = ["Efficient"]
@@ -33,9 +33,10 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def _log_total(state: LinearState) -> Tensor:
+def _log_total(state: State) -> Tensor:
     """log sum_j e^{k_jr} over absorbed keys, (B, H, D); -inf where there are none."""
-    return state.normaliser.log() + state.log_max
+    assert state.far is not None
+    return state.far.normaliser.log() + state.far.log_max
 
 
 def _running_log_total(x: Tensor) -> Tensor:
@@ -93,27 +94,26 @@ class Efficient(Kernelised):
         return (torch.log_softmax(x, -1) - total.unsqueeze(2)).flatten(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        state = self._empty(k, v, call.scale)
         if is_causal:
-            return self._scan(q, k, v, state, call)[0]
-        return self._from(q, dispatch.absorb(self._spec, call, k, v, state), call, v.dtype)
+            return self._scan(q, k, v, None, call)[0]
+        return self._from(q, self._absorb(k, v, None, call), call, v.dtype)
 
-    def _from(self, q: Tensor, state: LinearState, call: Call, dtype: torch.dtype) -> Tensor:
+    def _from(self, q: Tensor, state: State, call: Call, dtype: torch.dtype) -> Tensor:
         """What queries read from a state, in `dtype`."""
         if self.normalization == "softmax":
             log_q = self._log_queries(q, _log_total(state).unsqueeze(-2), call.scale)
-            return dispatch.read(self._spec, call._replace(scale=1.0), log_q, state).to(dtype)
-        out = dispatch.read(self._spec, call, q.to(state.weighted.dtype), state)
+            return dispatch.read(self._spec(False), call._replace(scale=1.0), log_q, state).to(dtype)
+        out = dispatch.read(self._spec(False), call, q.to(state.weighted.dtype), state)
         return (out / state.count.clamp(min=1)[:, None, None, None]).to(dtype)
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, LinearState]:
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, State]:
         state = self._before(k, v, state, call.scale)
         key_mask = call.key_mask
         if self.normalization == "scaling":
             real = torch.ones_like(k[:, 0, :, 0], dtype=torch.int64) if key_mask is None else key_mask.long()
             seen = (state.count[:, None] + real.cumsum(-1)).clamp(min=1)
             wide = v.to(state.weighted.dtype)  # divide before rounding to v's dtype
-            out, after = dispatch.causal(self._spec, call, q, k, wide, state)
+            out, after = dispatch.scan(self._spec(True), call, q, k, wide, state)
             return (out / seen[:, None, :, None]).to(v.dtype), after
         log_k = scaled(k.to(state.weighted.dtype), call.scale, queries=False)
         hidden = log_k if key_mask is None else log_k.masked_fill(~key_mask[:, None, :, None], float("-inf"))
@@ -121,7 +121,7 @@ class Efficient(Kernelised):
         running = _running_definition if call.backend == "reference" else _running_log_total
         log_total = running(torch.cat([before, hidden], -2))[..., 1:, :]
         log_q = self._log_queries(q, log_total, call.scale)
-        return dispatch.causal(self._spec, call._replace(scale=1.0), log_q, log_k, v, state)
+        return dispatch.scan(self._spec(True), call._replace(scale=1.0), log_q, log_k, v, state)
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
-        return self._from(q, self._checked(state, q, None, None, call.scale), call, q.dtype)
+        return self._from(q, self._continued(state, self._origin(call.scale), q), call, q.dtype)

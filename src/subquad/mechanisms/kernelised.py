@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..features.base import FeatureMap
 from ..kernels import dispatch
-from ..kernels.dispatch import Linear
 from ..kernels.operator import Call
-from ..state import LinearState, check_continues, check_fits
+from ..kernels.windowed_linear import WindowedLinear
+from ..state import State
 from .base import Mechanism
 
 __all__ = ["Kernelised"]
@@ -41,46 +41,26 @@ class Kernelised(Mechanism):
         draw = self.feature_map.draw_key()
         return f"{self.name}({self.extra_repr()}) draw {draw} scale {scale:.9g}"
 
-    def _empty(self, k: Tensor, v: Tensor, scale: float) -> LinearState:
-        return LinearState.empty(
-            k.shape[0],
-            k.shape[1],
-            self.feature_map.num_features,
-            v.shape[-1],
-            k,
-            per_key_scale=self.feature_map.per_key_scale,
-            origin=self._origin(scale),
-        )
+    def _spec(self, is_causal: bool) -> WindowedLinear:
+        return WindowedLinear(self.feature_map, causal=is_causal, normalise=self.normalise)
 
-    def _checked(self, state: Any, tokens: Tensor, heads: int | None, width: int | None, scale: float) -> LinearState:
-        check_continues(state, LinearState, self._origin(scale), f"{self.name}'s scan() or absorb()")
-        assert isinstance(state, LinearState)
-        check_fits(state.weighted, tokens, heads, width)
-        return state
-
-    @property
-    def _spec(self) -> Linear:
-        return Linear(self.feature_map, self.normalise)
-
-    def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> LinearState:
+    def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> State:
+        origin = self._origin(scale)
         if state is None:
-            return self._empty(k, v, scale)
-        return self._checked(state, k, k.shape[1], v.shape[-1], scale)
+            return self._spec(True).empty(k, v, scale, origin)
+        return self._continued(state, origin, k, k.shape[1], v.shape[-1])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        state = self._empty(k, v, call.scale)
-        if is_causal:
-            return dispatch.causal(self._spec, call, q, k, v, state)[0]
-        return dispatch.full(self._spec, call, q, k, v, state)
+        return dispatch.attend(self._spec(is_causal), call, q, k, v)
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, LinearState]:
-        return dispatch.causal(self._spec, call, q, k, v, self._before(k, v, state, call.scale))
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, State]:
+        return dispatch.scan(self._spec(True), call, q, k, v, self._before(k, v, state, call.scale))
 
-    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> LinearState:
-        return dispatch.absorb(self._spec, call, k, v, self._before(k, v, state, call.scale))
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> State:
+        return dispatch.absorb(self._spec(False), call, k, v, self._before(k, v, state, call.scale))
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
-        state = self._checked(state, q, None, None, call.scale)
+        state = self._continued(state, self._origin(call.scale), q)
         if q.shape[1] % state.weighted.shape[1]:
             raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the state's {state.weighted.shape[1]}")
-        return dispatch.read(self._spec, call, q, state)
+        return dispatch.read(self._spec(False), call, q, state)

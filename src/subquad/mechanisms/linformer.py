@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
 from ..kernels.operator import Call
-from .base import Mechanism, check_call, real_keys
+from ..kernels.padding import Order, real_keys
+from .base import Mechanism, check_call
 from .softmax import Softmax
-from .windows import Order
 
 __all__ = ["Linformer", "SequenceProjection", "check_projection", "jl_error", "tie"]
 

@@ -85,7 +85,8 @@ class Multipole(Mechanism):
 
     chunk:      keys per chunk; clusters are made of complete chunks, everything else is exact
     clusters:   clusters per chunk
-    exact_keys: the most keys per query that are evaluated exactly beside those; None = 256, or with `error` any number
+    exact_keys: the most keys per query that are evaluated exactly beside those; None = 3/8 of the clustered ones it
+                sees, at most 256 or a 32nd of them, whichever is more; with `error` any number
     error:      relative squared error |out - exact|^2 / |exact|^2 to keep to: clusters are evaluated key by key until
                 the expected error is below it. 0 is exact attention
     cap:        limit of the second-order term; scores in the hundreds need one
@@ -130,7 +131,7 @@ class Multipole(Mechanism):
         kv_heads: int | None = None,
         *,
         chunk: int = 512,
-        clusters: int = 24,
+        clusters: int = 32,
         exact_keys: int | None = None,
         error: float | None = None,
         cap: float = 3.0,
@@ -167,7 +168,7 @@ class Multipole(Mechanism):
         self.draw.redraw()
 
     def _spec(self, **where: Any) -> Spec:
-        most = self.exact_keys if self.exact_keys is not None else 256 if self.error is None else 1 << 40
+        most = 1 << 40 if self.exact_keys is None and self.error is not None else self.exact_keys
         # Twice the average size, so that `exact_keys` is a limit that no cluster exceeds by itself.
         largest = max(1, 2 * self.chunk // self.clusters)
         return Spec(

@@ -29,7 +29,8 @@ from .. import checks
 from ..features.base import scaled
 from ..features.precision import compute_dtype, full_precision
 from ..kernels.operator import Call
-from .base import Mechanism, check_call, real_keys
+from ..kernels.padding import real_keys
+from .base import Mechanism, check_call
 from .efficient import Efficient
 from .linformer import SequenceProjection, check_projection, tie
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype
+from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
+from ..kernels.padding import real_keys
 from ..state import check_continues, check_fits, check_same, register_state
-from .base import Mechanism, check_call, real_keys
-from .windows import fused_attention
+from .base import Mechanism, check_call
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 

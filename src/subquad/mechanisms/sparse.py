@@ -26,19 +26,13 @@ from torch import Tensor
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
 from ..kernels.checkpointing import Carry, scan_chunks
+from ..kernels.chunked.windowed import CHUNK_BYTES, sweep
+from ..kernels.chunked.windows import dense_partial, packed, unpacked, weighted_sum
 from ..kernels.operator import Call
+from ..kernels.padding import Order, real_keys
 from ..state import Partial, join
-from .base import Mechanism, check_call, real_keys
+from .base import Mechanism, check_call
 from .softmax import dense_softmax
-from .windows import (
-    CHUNK_BYTES,
-    Order,
-    dense_partial,
-    packed,
-    sliding,
-    unpacked,
-    weighted_sum,
-)
 
 __all__ = ["Sparse"]
 
@@ -157,7 +151,7 @@ class Sparse(Mechanism):
         far = self._columns(q, k, v, real, is_causal, scale, chunk_size) if length > self.stride else None
         ends = (0, 0, window, 0 if is_causal else window)
         near = F.pad(real[:, None, :, None], ends)
-        return sliding(q, F.pad(k, ends), F.pad(v, ends), near, scale, far=far, chunk_size=chunk_size)
+        return sweep(q, F.pad(k, ends), F.pad(v, ends), near, scale, other=far, chunk_size=chunk_size)[0]
 
     def _columns(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, is_causal: bool, scale: float, chunk_size: int | None

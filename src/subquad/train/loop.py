@@ -84,7 +84,7 @@ def train(
     'finished'
     """
     folder, running = Path(folder), running or Running()
-    with Workers(run.settings.precision, running.device) as workers:
+    with checkpoint.one_report(), Workers(run.settings.precision, running.device) as workers:
         try:
             return _Training(run, folder, running, workers, on_log or (lambda *_: None)).start(resume)
         except RuntimeError as error:

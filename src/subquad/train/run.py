@@ -85,6 +85,7 @@ class Run:
         self,
         *,
         mechanism: Any = None,
+        mechanism_options: Mapping[str, Any] | None = None,
         model: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         start: str | Path | None = None,
@@ -92,11 +93,18 @@ class Run:
     ) -> Run:
         """This run with what is given in place of its own; the folder that `start` is in names it as well.
 
+        mechanism_options: of the mechanism that is given, or else of the run's own
+
         >>> Run.of("copy", "linear", length=8).changed(settings={"steps": 5}).settings.steps
         5
         """
         task = type(self.task).from_options({**self.task.to_dict(), **options})
-        fields = {**self.model, **(model or {}), **({} if mechanism is None else {"mechanism": mechanism})}
+        choice = self.model["mechanism"] if mechanism is None else mechanism
+        if mechanism_options:
+            if not isinstance(choice, (str, Mapping)):
+                raise ValueError(f"--option belongs to one mechanism; this run has one per layer: {choice}")
+            choice = {**({"mechanism": choice} if isinstance(choice, str) else choice), **mechanism_options}
+        fields = {**self.model, **(model or {}), "mechanism": choice}
         chosen = Settings.from_dict({**self.settings.to_dict(), **(settings or {})})
         if "seed" in (settings or {}) and "seed" not in (model or {}):
             fields["seed"] = chosen.seed  # as in `of`

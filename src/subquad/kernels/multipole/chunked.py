@@ -46,7 +46,8 @@ def _gathered(
     """Ranks of the keys of chosen clusters (B, Hq, T, exact_keys), and which of them are there."""
     size = (stats.size.repeat_interleave(groups, 1).unsqueeze(2) * selection).long()  # (B, Hq, T, N)
     ends = size.cumsum(-1)
-    number = torch.arange(spec.exact_keys, device=size.device).expand(*size.shape[:3], -1).contiguous()
+    number = torch.arange(spec.most_keys(members.shape[-1]), device=size.device)
+    number = number.expand(*size.shape[:3], -1).contiguous()
     column = torch.searchsorted(ends, number, right=True).clamp(max=size.shape[-1] - 1)
     inside = number - (ends - size).gather(-1, column)
     first = first.repeat_interleave(groups, 1).unsqueeze(2).expand_as(size).gather(-1, column)
@@ -102,7 +103,7 @@ class Chunked(Backend[Spec]):
         groups, chunks = q.shape[1] // k.shape[1], choices.order.shape[2]
         members, first = _members(spec, choices)
         # With most keys exact, or any number of them, a mask over all clustered keys is less work than gathering.
-        gather = spec.error is None and 2 * spec.exact_keys < chunks * spec.chunk
+        gather = spec.error is None and 2 * spec.most_keys(chunks * spec.chunk) < chunks * spec.chunk
         owner = None
         if chunks and not gather:
             number = spec.slots * torch.arange(chunks, device=q.device)[:, None]

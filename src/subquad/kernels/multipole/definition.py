@@ -56,7 +56,7 @@ class Spec(NamedTuple):
     clusters:   k-means clusters per chunk
     largest:    the most keys in one cluster; larger ones are cut
     iterations: of k-means
-    exact_keys: the most keys of chosen clusters per query
+    exact_keys: the most keys of chosen clusters per query; None = by the number of clustered keys, see `most_keys`
     error:      None, or the relative squared error that chosen clusters bring the expected one down to
     cap:        of the second order of the log mass
     radius:     weight of a cluster's farthest key in the order of choice
@@ -69,7 +69,7 @@ class Spec(NamedTuple):
     clusters: int
     largest: int
     iterations: int
-    exact_keys: int
+    exact_keys: int | None
     error: float | None
     cap: float
     radius: float
@@ -82,6 +82,16 @@ class Spec(NamedTuple):
     def slots(self) -> int:
         """Clusters of one chunk at the most, cut ones included; unused slots are empty."""
         return self.clusters + self.chunk // self.largest
+
+    def most_keys(self, far: int) -> int:
+        """The most keys that a query evaluates of `far` clustered ones.
+
+        Few clustered keys need the most of them in proportion, many need more in number: single keys that matter are
+        harder to tell from their clusters.
+        """
+        if self.exact_keys is not None:
+            return self.exact_keys
+        return min(3 * far // 8, max(256, far // 32))
 
     def starts(self) -> Tensor:
         """Ranks inside a chunk that k-means starts from, (clusters,) int64."""
@@ -290,7 +300,9 @@ def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Te
         value = expected_error(spec, q, stats, (weight * rise.exp()).clamp(max=1), out)
     order = torch.sort(value.masked_fill(~visible, float("-inf")), dim=-1, descending=True, stable=True)
     keys = (size * visible).gather(-1, order.indices).cumsum(-1)
-    fits = keys <= spec.exact_keys
+    count = stats.size.shape[-1] // spec.slots
+    most = torch.tensor([spec.most_keys(n * spec.chunk) for n in range(count + 1)], device=q.device)
+    fits = keys <= most[chunks.clamp(max=count)][:, None, :, None]
     limited = torch.zeros_like(fits[..., :0].any(-1))
     if spec.error is not None:
         left = (value * visible).sum(-1, keepdim=True) - order.values.clamp(min=0).cumsum(-1)

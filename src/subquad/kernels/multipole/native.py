@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import native_library as library
 from ..checkpointing import tracing
-from ..native_library import DTYPES, StridedTensor
-from ..native_operators import check_status
-from ..native_transforms import narrow, widen_all
+from ..native import library
+from ..native.library import DTYPES, StridedTensor
+from ..native.operators import check_status, narrow, widen_all
 from ..operator import Backend, Call, differentiable_once
 from .definition import Choices, Inspection, Spec
 
@@ -50,7 +49,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _options(spec: Spec, scale: float) -> Options:
-    whole = [spec.chunk, spec.clusters, spec.largest, spec.iterations, spec.exact_keys, spec.past]
+    most = -1 if spec.exact_keys is None else spec.exact_keys
+    whole = [spec.chunk, spec.clusters, spec.largest, spec.iterations, most, spec.past]
     error = -1.0 if spec.error is None else spec.error
     return whole, [error, spec.cap, spec.radius, scale], spec.causal
 

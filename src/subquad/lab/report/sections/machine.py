@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import subquad
-from subquad.kernels import native_library
+from subquad.kernels.native import library
 from subquad.lab.measure import interleave, machine
 
 from ..notebook import Notebook
@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
         **machine(),
         "subquad": subquad.__version__,
         "memory_gib": psutil.virtual_memory().total / 2**30,
-        "native_kernels": not native_library.missing(),
+        "native_kernels": not library.missing(),
     }
 
 
