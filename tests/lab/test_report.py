@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import subquad
 from subquad.cli import main
 from subquad.lab import errors
 from subquad.lab.captured import captured_inputs, origin
@@ -209,7 +210,8 @@ def test_every_candidate_of_the_planner_can_be_recommended() -> None:
     assert len({tried.label for tried in candidates(settings)}) == len(candidates(settings))  # labels tell them apart
     (same,) = [tried for tried in candidates(settings) if tried.timed_as == "taylor"]  # the default: one time for both
     assert same.options == {"degree": 2}
-    assert Tried("x", "multipole", {"clusters": 24, "exact_keys": 256}).timed_as == "multipole"
+    clusters = subquad.describe("multipole")["options"]["clusters"]
+    assert Tried("x", "multipole", {"clusters": clusters}).timed_as == "multipole"
     assert {"multipole", "improved-clustered"} <= {name for _, _, name, _ in model.TRIED} & set(error.LEVELS) & named
 
 

@@ -19,10 +19,6 @@ from .settings import Settings
 __all__ = ["Tried", "candidates", "defaults", "make"]
 
 
-# What a default of None stands for.
-WRITTEN_OUT = {"multipole": {"exact_keys": 256}}
-
-
 @dataclass(frozen=True)
 class Tried:
     """One setting; `label` tells it apart, a mechanism as it comes has its name."""
@@ -36,7 +32,7 @@ class Tried:
         """Whose time it is: a setting that is the default has that of its mechanism, so that there is one number."""
         if not self.options or self.mechanism not in subquad.list_mechanisms():
             return self.label
-        usual = {**subquad.describe(self.mechanism)["options"], **WRITTEN_OUT.get(self.mechanism, {})}
+        usual = subquad.describe(self.mechanism)["options"]
         return self.mechanism if all(usual.get(n, usual) == x for n, x in self.options.items()) else self.label
 
 
