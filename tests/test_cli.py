@@ -104,7 +104,6 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     ("command", "option"),
     [
         (BENCH, "--json"),
-        (BENCH, "--save"),
         (("bench", "--compare", ".", "."), "--json"),
         (("plan", "taylor"), "--json"),
         (("error", "taylor"), "--json"),

@@ -37,6 +37,13 @@ def test_an_empty_batch(first_case):
         assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
+def test_no_tokens_are_a_part_of_the_graph(first_case):
+    for is_causal in first_case.causal_modes:
+        q, k, v = (x.clone().requires_grad_() for x in first_case.inputs(length=0))
+        first_case.make()(q, k, v, is_causal=is_causal).sum().backward()
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+
+
 def test_values_of_no_width(first_case):
     attn, (q, k, v) = first_case.make(), first_case.inputs(length=5)
     for is_causal in first_case.causal_modes:

@@ -1,4 +1,4 @@
-"""Section 5: one more token after a context of n: time and memory, a recurrent state against a cache of all keys."""
+"""One more token after a context of n: time and memory, a recurrent state against a cache of all keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
 from subquad.plain_text import first_line
 
-from .notebook import Notebook
-from .running import Clock, Job, too_long
-from .settings import Settings
+from ..figure import Figure, Line
+from ..notebook import Notebook
+from ..running import SPEED, Clock, Job, too_long
+from ..section import Section
+from ..settings import Settings
+from ..words import megabytes, milliseconds
 
-__all__ = ["jobs", "points"]
+__all__ = ["SECTION", "points"]
 
 NAME = "generation"
 STEPS = 8  # tokens per timed run: one alone is near the resolution of what disturbs it
@@ -47,7 +50,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
     results: dict[str, Any] = {}
     for name in names:
         expected = _prefill(notebook, name, context)
-        if expected > max(0.25 * clock.left, 0.2):
+        if expected > max(2.0 * clock.seconds, 0.2):
             results[name] = {"status": "skipped", "reason": f"reading the context {too_long(expected)}"}
             continue
         start = time.perf_counter()
@@ -66,7 +69,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
                 if cached:
                     attend.read(q1, state)
                 else:
-                    attend.scan(q1, k1, v1, state)
+                    state = attend.scan(q1, k1, v1, state)[1]
 
         calls[name] = steps
         results[name] = {
@@ -74,7 +77,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
             "state_bytes": _bytes(state),
             "prefill_s": time.perf_counter() - start,
         }
-    timings = interleave(calls, runs=settings.runs + 1, warmup=1, seconds=max(0.3, 0.25 * clock.left))
+    timings = interleave(calls, runs=clock.rounds(settings.runs + 1, 2), warmup=1, seconds=max(0.2, clock.seconds))
     for name, timing in timings.items():
         results[name] |= {"us_per_token": timing.best / STEPS * 1e6, "spread": timing.spread}
     return {"mechanisms": results}
@@ -94,7 +97,9 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
                 return _measure(settings, notebook, context, names, clock)
 
         memory = 4 * context * settings.heads * (10 * settings.head_dim + 1024)
-        found.append(Job(f"context {context}", asked, run, memory, first=context == settings.contexts[0]))
+        quiet = 0.3 + 4e-5 * context
+        first = context == settings.contexts[0]
+        found.append(Job(f"context {context}", asked, run, quiet, SPEED, memory, first, cells=len(names)))
     return found
 
 
@@ -106,3 +111,36 @@ def points(notebook: Notebook, name: str, what: str) -> dict[int, float]:
         if cell and cell["status"] == "measured" and what in cell:
             found[asked["context"]] = cell[what]
     return dict(sorted(found.items()))
+
+
+def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
+    """Time per token and size of the state against context."""
+    drawn, sizes = [], []
+    for name in settings.names:
+        mine = points(notebook, name, "us_per_token")
+        label = "softmax with a cache" if name == "softmax" else name
+        if mine:
+            notes = [milliseconds(us / 1e3) + " per token" for us in mine.values()]
+            drawn.append(Line(name, label, list(mine), list(mine.values()), name, notes=notes))
+        states = points(notebook, name, "state_bytes")
+        if states:
+            mib = [size / 2**20 for size in states.values()]
+            sizes.append(Line(name, label, list(states), mib, name, notes=[megabytes(x) for x in mib]))
+    return [[
+        Figure(
+            "generation-time", "Time per generated token",
+            "One more token after a context of that many. With a recurrent state the cost does not depend on what came "
+            "before; a cache of all keys must be read in full for every token.",
+            "tokens of context", "microseconds per token", drawn,
+        ),
+        Figure(
+            "generation-memory", "Memory kept while generating",
+            "What one layer has to keep: a state of fixed size, or every key and value so far.",
+            "tokens of context", "MiB per layer", sizes,
+        ),
+    ]]  # fmt: skip
+
+
+SECTION = Section(
+    NAME, "Generation", "Token by token, what was read before is kept in a state of fixed size.", jobs, figures
+)

@@ -1,13 +1,14 @@
-"""`--model`: what every attention layer of a pretrained model sees on a text, how wrong each mechanism would be there,
-and a plan per layer.
+"""What the layers of a real model see on a text, how wrong each mechanism would be there, and a plan per layer.
 
-The model is loaded from a folder on this machine, never from elsewhere, and runs as it is; queries, keys and values are
-taken down on the way. Errors are of the layer's own outputs, without any training.
+Without `--model` these are the heads that the library ships (`lab/captured.py`). With it the model is loaded from a
+folder on this machine, never from elsewhere, and runs as it is; queries, keys and values are taken down on the way.
+Errors are of the layer's own outputs, without any training.
 """
 
 from __future__ import annotations
 
 import hashlib
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.lab.captured import captured_inputs, origin
 from subquad.mechanisms import MECHANISMS, create
 from subquad.plain_text import first_line
-from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF
+from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF, calibrated
 from subquad.planning.choice import plan
-from subquad.planning.measuring import Piece
-from subquad.planning.prediction import calibrated
+from subquad.planning.piece import Piece
 
-from .figure import Figure, Line
-from .notebook import Notebook
-from .running import Clock, Job
-from .settings import Settings
+from ..figure import Figure, Line
+from ..notebook import Notebook
+from ..running import ERRORS, Clock, Job
+from ..section import Section
+from ..settings import Settings
+from ..words import dot
 
-__all__ = ["TEXT", "Captured", "Layer", "captured", "jobs", "layers", "model_figure", "source"]
+__all__ = ["TEXT", "Captured", "Layer", "captured", "layers", "section", "shipped", "source"]
 
 NAME = "model"
 TARGET = 0.05
@@ -38,6 +41,7 @@ DRAWS = 3
 
 # (key of the colour, words, mechanism, options): one setting per mechanism that needs no training.
 TRIED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("multipole", "multipole, as it comes", "multipole", {}),
     ("hyperbolic", "performer hyperbolic 256", "performer", {"num_features": 256}),
     ("sderf", "performer SDERF 256", "performer", {**SDERF, "num_features": 256}),
     ("taylor", "taylor degree 1", "taylor", {"degree": 1, "center": True}),
@@ -45,7 +49,7 @@ TRIED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("hybrid", "hybrid window 32 + degree 1", "hybrid", {"window": 32, "sinks": 4, "far": DEGREE_1}),
     ("local", "local window 32", "local", {"window": 32}),
     ("nystrom", "nystrom 32", "nystrom", {"landmarks": 32}),
-    ("improved-clustered", "improved-clustered 25", "improved-clustered", {"clusters": 25}),
+    ("improved-clustered", "improved-clustered 100", "improved-clustered", {"clusters": 100}),
 )
 
 TEXT = """
@@ -177,7 +181,7 @@ def _study(layer: Layer, settings: Settings) -> dict[str, Any]:
         try:
             attend = create(name, layer.q.shape[-1], layer.q.shape[1], layer.k.shape[1], **own)
             ready = calibrated(attend, layer.q, layer.k, None)
-            errors[key] = {"error": piece.error(ready, draws=DRAWS if "seed" in own else 1)}
+            errors[key] = {"error": piece.mean_error(ready, draws=DRAWS if "seed" in own else 1)}
         except (ValueError, TypeError, NotImplementedError) as error:
             errors[key] = {"refused": first_line(error)}
     names = [name for name in settings.names if name in PLANNABLE]
@@ -188,11 +192,24 @@ def _study(layer: Layer, settings: Settings) -> dict[str, Any]:
     return {"name": layer.name, "errors": errors, "plan": chosen.as_dict()}
 
 
-def jobs(settings: Settings, notebook: Notebook, seen: Captured | None) -> list[Job]:
+def shipped() -> Captured:
+    """The heads that the library ships, each as a layer of one head."""
+    inputs, about = captured_inputs(), origin()
+    assert inputs.v is not None
+    scale = inputs.q.shape[-1] ** -0.5
+    found = []
+    for place, head in enumerate(about["heads"]):
+        q, k, v = (x[:, place : place + 1] for x in (inputs.q, inputs.k, inputs.v))
+        found.append(Layer(head["layer"], f"head {head['head']}", q, k, v, False, scale))
+    words = f"{about['model']} reading {about['text']}: one head of each layer, {inputs.q.shape[2]} tokens."
+    return Captured(found, "shipped", words)
+
+
+def _jobs(settings: Settings, notebook: Notebook, seen: Captured) -> list[Job]:
     """One per layer."""
     found = []
-    for layer in seen.layers if seen else ():
-        assert seen is not None
+    layers = seen.layers if seen.key != "shipped" else seen.layers[:: settings.shipped_step]
+    for layer in layers:
         asked = {"model": seen.key, "words": seen.words, "layer": layer.index, "names": settings.names,
                  "length": max(settings.lengths), "seed": settings.seed}  # fmt: skip
 
@@ -200,7 +217,9 @@ def jobs(settings: Settings, notebook: Notebook, seen: Captured | None) -> list[
             with torch.no_grad():
                 return _study(layer, settings)
 
-        found.append(Job(f"layer {layer.index} ({layer.name})", asked, run, first=layer is seen.layers[0]))
+        label, first = f"layer {layer.index} ({layer.name})", layer is seen.layers[0]
+        quiet = 1.0 + 1e-3 * layer.k.shape[2] * min(8, layer.q.shape[1])
+        found.append(Job(label, asked, run, quiet, ERRORS, first=first, cells=len(TRIED) + 1))
     return found
 
 
@@ -218,7 +237,7 @@ def layers(notebook: Notebook) -> list[dict[str, Any]]:
     rows = []
     for asked, result in _cells(notebook):
         best = result["plan"]["best"]
-        uniform = result["plan"]["baselines"]["uniform"]
+        uniform = result["plan"]["uniform"]
         rows.append(
             {
                 "layer": asked["layer"], "name": result["name"], "uniform": uniform,
@@ -229,24 +248,55 @@ def layers(notebook: Notebook) -> list[dict[str, Any]]:
     return rows
 
 
-def model_figure(notebook: Notebook) -> Figure | None:
+def _figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
     """Error of each mechanism against the layer."""
     cells = _cells(notebook)
-    if not cells:
-        return None
     lines = []
     for key, words, name, _ in TRIED:
         points = {a["layer"]: r["errors"][key]["error"] for a, r in cells if "error" in r["errors"].get(key, {})}
         if points:
             notes = [f"error {y:.3g}" if y is not None else "diverged" for y in points.values()]
             lines.append(Line(key, words, list(points), list(points.values()), name, notes=notes))
-    uniform = {asked["layer"]: result["plan"]["baselines"]["uniform"] for asked, result in cells}
-    lines.append(Line("uniform", "mean of the values", list(uniform), list(uniform.values()),
-                      notes=[f"error {y:.3g}" for y in uniform.values()]))  # fmt: skip
-    return Figure(
+    uniform = {asked["layer"]: result["plan"]["uniform"] for asked, result in cells}
+    if uniform:
+        lines.append(Line("uniform", "mean of the values", list(uniform), list(uniform.values()),
+                          notes=[f"error {y:.3g}" for y in uniform.values()]))  # fmt: skip
+    return [[Figure(
         "model-error", "Error of each mechanism, layer by layer",
-        f"{source(notebook)} Relative squared error of the layer’s own outputs when its attention is replaced without "
-        "any training. Layers differ: what is harmless in one ruins another, so convert the easy ones first. Errors "
-        "beyond 100 leave the figure.",
+        f"{html.escape(source(notebook))} Relative squared error of the layer’s own outputs when its attention is "
+        "replaced without any training. Layers differ: what is harmless in one ruins another, so convert the easy ones "
+        "first. Errors beyond 100 leave the figure.",
         "layer", "relative squared error of the output", lines, x_log=False, legend=True, y_max=100.0,
+    )]]  # fmt: skip
+
+
+def _table(notebook: Notebook, settings: Settings) -> str:
+    """The plan of every layer."""
+    rows = layers(notebook)
+    if not rows:
+        return ""
+    lines = "".join(
+        f"<tr><td>{row['layer']}<small>{html.escape(row['name'])}</small></td>"
+        f"<td>{dot(row['mechanism'])}{html.escape(row['verdict'])}</td><td>{row['uniform']:.2g}</td></tr>"
+        for row in rows
+    )
+    return (
+        f'<figure><h3>What each layer could use at {rows[0]["length"]:,} tokens</h3><div class="scroll">'
+        '<table class="use plan"><thead><tr><th>layer</th><th>plan, for an error of at most '
+        f"{TARGET:g}</th><th>error of the mean</th></tr></thead><tbody>{lines}</tbody></table></div>"
+        "<figcaption>From <code>sq.plan</code> on what the layer saw; its times are its own, kept from one plan to the "
+        "next. Where the mean of the values is already good, the layer attends to nearly everything alike, and almost "
+        "any mechanism will do.</figcaption></figure>"
+    )
+
+
+def section(seen: Captured) -> Section:
+    """The section about this model."""
+    intro = "" if seen.key != "shipped" else (
+        "Heads of a small sentence encoder on a play, as they are shipped with the library. "
+        "<code>--model FOLDER</code> puts your own model here."
     )  # fmt: skip
+    title = "A real model, layer by layer" if seen.key == "shipped" else "Your model, layer by layer"
+    return Section(
+        NAME, title, intro, lambda settings, notebook: _jobs(settings, notebook, seen), _figures, after=_table
+    )
