@@ -182,20 +182,19 @@ class Native(Backend[WindowedLinear]):
         self, spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: State
     ) -> tuple[Tensor, State]:
         step = q.shape[2] == 1 and _eager(q, k, v, spec.gain, *_floats(state))
-        new: Tensor | int = k.shape[2] if call.key_mask is None else call.key_mask.sum(-1)
         if spec.window is None:
             if step:
                 assert spec.feature_map is not None
                 found, far_q, far_k = map_inputs(spec.feature_map, q, k, call.scale, products=True)
                 return linear_step(found, far_q, far_k, v, call.key_mask, state, spec.normalise)
             result = self._linear(spec, call, q, k, v, state, True, True)
-            return result[0], _state_after(state, result, new)
+            return result[0], _state_after(state, result, _new(k, call))
         assert state.window is not None
         if step:
             leaving = state.window.k[:, :, :1] if spec.window else k
             found, far, gain = self._far(spec, q, leaving, call.scale)
             return window_step(found, q, k, v, far or [q, leaving], call.key_mask, state, gain, call.scale)
-        after = state.extend(k, v, new)
+        after = state.extend(k, v, _new(k, call))
         assert after.sinks is not None
         ranks, end = state.ranks(k.shape[2]), after.count[:, None]
         near = (ranks >= spec.sinks) & (ranks < end)
@@ -212,7 +211,7 @@ class Native(Backend[WindowedLinear]):
     def absorb(self, spec: WindowedLinear, call: Call, k: Tensor, v: Tensor, state: State) -> State:
         none = k.new_empty((k.shape[0], k.shape[1], 0, k.shape[3]))
         result = self._linear(spec, call, none, k, v, state, False, True)
-        return _state_after(state, result, k.shape[2] if call.key_mask is None else call.key_mask.sum(-1))
+        return _state_after(state, result, _new(k, call))
 
     def read(self, spec: WindowedLinear, call: Call, q: Tensor, state: State) -> Tensor:
         assert state.far is not None
@@ -222,6 +221,12 @@ class Native(Backend[WindowedLinear]):
         return self._linear(spec, call, q, keys, values, state, False, False)[0]
 
 
-def _floats(state: State) -> list[Tensor]:
-    parts = (() if state.far is None else state.far[:2], state.window or (), state.sinks or ())
-    return [x for part in parts for x in part]
+def _new(k: Tensor, call: Call) -> Tensor | int:
+    """How many of the tokens are real."""
+    return k.shape[2] if call.key_mask is None else call.key_mask.sum(-1)
+
+
+def _floats(state: State) -> tuple[Tensor, ...]:
+    """What of a state may want a gradient."""
+    far = () if state.far is None else state.far[:2]
+    return far if state.window is None or state.sinks is None else (*far, *state.window, *state.sinks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ def linear_step(
     _STATES.pack_into(call, Call.s_in.offset, *(x.data_ptr() for x in (*past, *after)))
     check_status(library.load().subquad_step(ctypes.byref(call)))
     count = state.count + (1 if key_mask is None else key_mask.sum(-1))
-    return out, replace(state, far=_after(state.far, *after), count=count)
+    return out, State(count, _after(state.far, *after), None, None, state.origin, None, state.scale)
 
 
 def window_step(
