@@ -1,4 +1,4 @@
-# make demo | test | test-all | triton | coverage | lint | format | bench | peers | docs | native | clean
+# make demo | test | test-all | triton | coverage | lint | format | bench | peers | docs | wheels | native | clean
 # Needs python3 (>= 3.10) and make. A C++ compiler is used where there is one; without it the package is pure Python.
 PYTHON ?= python3
 VENV   ?= .venv
@@ -17,7 +17,7 @@ export PIP_ROOT_USER_ACTION := ignore
 export PYTHONNOUSERSITE := 1
 
 .DEFAULT_GOAL := demo
-.PHONY: demo browser prepared test test-all triton coverage lint format bench peers docs setup native clean
+.PHONY: demo browser prepared test test-all triton coverage lint format bench peers docs wheels setup native clean
 
 # The stamp makes the second run immediate; it is written last, so an interrupted installation starts again.
 $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
 # package works without them, unless SUBQUAD_REQUIRE_NATIVE is set. Old libraries go first: none is better than a stale one.
 $(BUILT): $(STAMP) $(CSRC)
 	@mkdir -p build
-	@rm -f src/subquad/kernels/*.so src/subquad/kernels/*.dylib
+	@rm -f src/subquad/kernels/native/*.so src/subquad/kernels/native/*.dylib
 	@export PATH="$(abspath $(BIN)):$$PATH"; \
 	if cmake --fresh -S . -B build/native -G Ninja -DCMAKE_BUILD_TYPE=Release >build/native.log 2>&1 \
 	  && cmake --build build/native >>build/native.log 2>&1 \
@@ -127,6 +127,18 @@ peers: $(PEERS)/.installed
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+# The source package and the wheel built from it, into dist/; then the tests of the native kernels with the wheel as it is
+# installed. Its environment borrows torch and the rest from this one, but not the editable package.
+wheels: setup
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m venv --without-pip build/wheel
+	$(BIN)/python -m pip --python build/wheel/bin/python install --quiet --no-deps --no-index dist/*.whl
+	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(*pathlib.Path("build/wheel/lib").glob("python*/site-packages"), "borrowed.pth").write_text(sysconfig.get_path("purelib"))'
+	build/wheel/bin/python -c 'import subquad; assert "build/wheel" in subquad.__file__, subquad.__file__'
+	build/wheel/bin/python -m pytest -q -p no:cacheprovider tests/kernels tests/test_import.py -k "native or import"
+	@ls dist
 
 clean:
 	rm -rf $(VENV) $(PEERS) build dist results site .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

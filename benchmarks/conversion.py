@@ -42,12 +42,12 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
 import subquad as sq
-from subquad.hf.head_groups import HeadGroups
 from subquad.hf.plan.candidates import default_candidates
 from subquad.hf.plan.layer_plan import plan_layers
 from subquad.hf.plan.statistics import calibrate_layers
 from subquad.lab import interleave
 from subquad.lab.quality import Uniform, embeddings
+from subquad.mechanisms.head_groups import HeadGroups
 
 
 def sentences(study: Study, arguments: argparse.Namespace) -> None:
@@ -170,7 +170,7 @@ def of_long(
         rich = {**SDERF, "num_features": features}
         choices: dict[str, Any] = {
             "uniform": Uniform,
-            f"window {window} + 4 sinks only": {"mechanism": "local", "window": window, "global_tokens": 4},
+            f"window {window} + 4 sinks only": {"mechanism": "local", "window": window, "sinks": 4},
             f"window {window} + 4 sinks, degree 1 far": everywhere(statistics, window, DEGREE1),
             f"window {window} + 4 sinks, SDERF M={features} far": everywhere(statistics, window, rich),
         }

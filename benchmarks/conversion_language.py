@@ -48,7 +48,7 @@ def stories(study: Study, arguments: argparse.Namespace) -> None:
     exact = measure()
     study.row("exact", perplexity=exact)
     baselines(study, model, measure, window, sinks, "perplexity")
-    only: dict[str, Any] = {"mechanism": "local", "window": window, "global_tokens": sinks}
+    only: dict[str, Any] = {"mechanism": "local", "window": window, "sinks": sinks}
     near: dict[str, Any] = {"mechanism": "hybrid", "window": window, "sinks": sinks}
     # Degree 2 of heads 8 wide has 1 + 8 + 36 features.
     fars: list[dict[str, Any]] = [

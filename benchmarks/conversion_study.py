@@ -58,7 +58,7 @@ def converted(model: nn.Module, choice: Any, calibration: list[Any] | None, meas
 
 def baselines(study: Study, model: nn.Module, measure: Any, window: int, sinks: int, name: str) -> None:
     study.row("uniform", **{name: converted(model, Uniform, None, measure)})
-    only = {"mechanism": "local", "window": window, "global_tokens": sinks}
+    only = {"mechanism": "local", "window": window, "sinks": sinks}
     study.row(f"window {window} + {sinks} sinks only", **{name: converted(model, only, None, measure)})
 
 

@@ -49,12 +49,12 @@ class CachedSoftmax(sq.Mechanism):
     name, equation, paper, complexity = "cached-softmax", "", "", "O(L)"
     recurrent = exact = True
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, scale: float, **_: Any) -> tuple[Tensor, Any]:
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Any) -> tuple[Tensor, Any]:
         # The last place is written again at every call, so that each timed step meets the same context.
         place = slice(state.filled, state.filled + k.shape[2])
         state.k[:, :, place], state.v[:, :, place] = k, v
         keys, values = state.k[:, :, : place.stop], state.v[:, :, : place.stop]
-        return F.scaled_dot_product_attention(q, keys, values, scale=scale), state
+        return F.scaled_dot_product_attention(q, keys, values, scale=call.scale), state
 
 
 def decoder(mechanism: Any) -> Any:

@@ -11,6 +11,7 @@ float32 GEMM.
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import json
 import math
@@ -28,10 +29,16 @@ from torch import Tensor
 from subquad.features.base import FeatureMap
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures
-from subquad.kernels import chunked, native, native_library, native_memory, native_operators
-from subquad.state import LinearState
+from subquad.kernels.dispatch import BACKENDS
+from subquad.kernels.map_arrays import NOTHING
+from subquad.kernels.native import NO_MASK, NO_PLACES, library, operators, pool
+from subquad.kernels.native.maps import map_inputs
+from subquad.kernels.operator import Call
+from subquad.kernels.windowed_linear import WindowedLinear
+from subquad.state import State
 
 Results = dict[str, Any]
+native, chunked = BACKENDS["native"], BACKENDS["chunked"]
 HEADS, FEATURES = 8, 256
 STEPS = 10  # of decoding, one after the other
 
@@ -62,12 +69,16 @@ def make(kind: str, dim: int, projection: str = "orthogonal") -> FeatureMap:
 
 def attention(backend: Any, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """One call of a backend."""
-    shape = (v.shape[0], v.shape[1], phi.num_features, v.shape[3])
-    state = LinearState.empty(*shape, v, per_key_scale=phi.per_key_scale)
-    run = backend.causal if causal else backend.full
-    result = run(phi, q, k, v, state, scale=q.shape[-1] ** -0.5)
-    out: Tensor = result[0] if causal else result
+    out: Tensor = backend.attend(WindowedLinear(phi, causal=causal), Call(q.shape[-1] ** -0.5), q, k, v)
     return out
+
+
+def library_call(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
+    """Linear attention as the library sees it."""
+    found, q, k = map_inputs(phi, q, k, q.shape[-1] ** -0.5, products=True)
+    masks = [NO_MASK, NO_MASK, NO_PLACES]
+    options = (*found.map[:5], 1.0, -1, 0, causal, True, True)
+    return operators.make_call(q, k, v, [], [], [], masks, NOTHING, *options, maps=found.packed)
 
 
 def trained(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
@@ -132,11 +143,8 @@ def shares(length: int, repeats: int) -> list[Results]:
 
 def project_alone(phi: FeatureMap, q: Tensor) -> Callable[[], object]:
     """The projection without anything around it, its result left in the cache."""
-    form = native._form(phi, q.shape[-1] ** -0.5)
-    assert form is not None
-    problem = native_operators.make_problem(q, q, q, native.NO_MASK, *form[:5], False, True)
-    library = native_library.load()
-    return lambda: library.subquad_project(ctypes.byref(problem), None)
+    call, loaded = library_call(phi, q, q, q, False), library.load()
+    return lambda: loaded.subquad_project(ctypes.byref(call), None)
 
 
 def hadamard(length: int, repeats: int) -> list[Results]:
@@ -178,9 +186,9 @@ def decode(repeats: int) -> list[Results]:
     phi = make("hyperbolic", 64)
     for batch, layers in ((1, 1), (1, 12), (16, 1), (16, 12)):
         q, k, v = inputs(200, 64, batch)
-        empty = LinearState.empty(batch, HEADS, FEATURES, 64, v, per_key_scale=phi.per_key_scale)
+        spec = WindowedLinear(phi, causal=True)
         with torch.inference_mode():
-            state = native.absorb(phi, k, v, empty, scale=0.125)
+            state = native.absorb(spec, Call(0.125), k, v, spec.empty(k, v, 0.125, ""))
             token = [x[:, :, :1].contiguous() for x in (q, k, v)]
             runs: dict[str, Callable[[], object]] = {
                 "native": call_steps(native, phi, token, state, layers),
@@ -201,21 +209,19 @@ def decode(repeats: int) -> list[Results]:
     return rows
 
 
-def call_steps(
-    backend: Any, phi: FeatureMap, token: list[Tensor], state: LinearState, layers: int
-) -> Callable[[], object]:
+def call_steps(backend: Any, phi: FeatureMap, token: list[Tensor], state: State, layers: int) -> Callable[[], object]:
     """STEPS decode steps through all layers, each with a state of its own that is replaced step by step."""
-    states = [LinearState.of([x.clone() for x in state.tensors], state.origin) for _ in range(layers)]
+    spec, call, states = WindowedLinear(phi, causal=True), Call(0.125), [copy.deepcopy(state) for _ in range(layers)]
 
     def run() -> None:
         for _ in range(STEPS):
             for layer in range(layers):
-                _, states[layer] = backend.causal(phi, *token, states[layer], scale=0.125)
+                _, states[layer] = backend.scan(spec, call, *token, states[layer])
 
     return run
 
 
-def copy_steps(state: LinearState, layers: int) -> Callable[[], object]:
+def copy_steps(state: State, layers: int) -> Callable[[], object]:
     """What reading every state once and writing it once takes, as often as `call_steps` does."""
     pairs = [(state.weighted.clone(), state.weighted.clone()) for _ in range(layers)]
 
@@ -227,29 +233,27 @@ def copy_steps(state: LinearState, layers: int) -> Callable[[], object]:
     return run
 
 
-def library_steps(phi: FeatureMap, token: list[Tensor], state: LinearState, layers: int) -> Callable[[], object]:
+def library_steps(phi: FeatureMap, token: list[Tensor], state: State, layers: int) -> Callable[[], object]:
     """The steps of `call_steps` as the library sees them, between two sets of arrays: what they cost without Python."""
-    form = native._form(phi, 0.125)
-    assert form is not None
     out = torch.empty_like(token[2])
-    kept, problems = [], []
+    kept, calls = [], []
+    assert state.far is not None
     for _ in range(layers):
-        there, back = ([x.contiguous().clone() for x in state.tensors[:3]] for _ in range(2))
+        there, back = ([x.contiguous().clone() for x in state.far] for _ in range(2))
         kept += [there, back]
         for before, after in ((there, back), (back, there)):
-            problem = native_operators.make_problem(*token, native.NO_MASK, *form[:5], True, True, form.maps)
-            native_operators.write(problem, "out", out)
-            problem.s_in, problem.z_in, problem.c_in = (x.data_ptr() for x in before)
-            problem.s_out, problem.z_out, problem.c_out = (x.data_ptr() for x in after)
-            problem.past_caches = layers * sum(x.nbytes for x in there) > native_memory.LAST_CACHE
-            problems.append(problem)
-    library = native_library.load()
+            call = library_call(phi, *token, True)
+            operators.write(call, "out", out)
+            call.s_in, call.z_in, call.c_in = (x.data_ptr() for x in before)
+            call.s_out, call.z_out, call.c_out = (x.data_ptr() for x in after)
+            call.non_temporal = layers * sum(x.nbytes for x in there) > pool.LAST_CACHE
+            calls.append(call)
+    loaded = library.load()
 
     def run(kept: Any = (kept, out, token)) -> None:
         for step in range(STEPS):
             for layer in range(layers):
-                problem = problems[2 * layer + step % 2]
-                native_operators.check_status(library.subquad_decode(ctypes.byref(problem)))
+                operators.check_status(loaded.subquad_step(ctypes.byref(calls[2 * layer + step % 2])))
 
     return run
 
@@ -265,9 +269,9 @@ def taylor(length: int, repeats: int) -> list[Results]:
         for causal in (False, True):
 
             def stored(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, phi: Any = phi) -> object:
-                form, query_features, key_features = native._inputs(phi, q, k, q.shape[-1] ** -0.5)
-                tensors = (query_features, key_features, v, native.NO_MASK, [])
-                return native_operators.call_forward(*tensors, *form[:5], causal, True, keep=False)
+                found, features_q, features_k = map_inputs(phi, q, k, q.shape[-1] ** -0.5, products=False)
+                tensors = (features_q, features_k, v, [], [], [], [NO_MASK, NO_MASK, NO_PLACES], NOTHING)
+                return operators.call_forward(*tensors, *found.map[:5], 1.0, -1, 0, causal, True, False, keep=False)
 
             runs: dict[str, Callable[[], object]] = {
                 "products": partial(attention, native, phi, q, k, v, causal),
@@ -358,9 +362,9 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    library = native_library.load()
+    loaded = library.load()
     length, repeats = (1024, 3) if options.quick else (4096, 10)
-    isa, threads = library.subquad_isa().decode(), torch.get_num_threads()
+    isa, threads = loaded.subquad_isa().decode(), torch.get_num_threads()
     print(f"native kernels: {isa}, {threads} threads, torch {torch.__version__}")
     measures: dict[str, Callable[[], Any]] = {
         "shares": lambda: shares(length, repeats),

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from subquad.features.random import ExponentialFeatures
-from subquad.kernels import native, native_library
+from subquad.kernels.dispatch import BACKENDS
+from subquad.kernels.native import library
+from subquad.kernels.operator import Call
+from subquad.kernels.windowed_linear import WindowedLinear
 from subquad.lab import machine, write_json
-from subquad.state import LinearState
 
 
 class Rounded(NamedTuple):
@@ -67,11 +69,8 @@ def attend(phi: ExponentialFeatures, q: Tensor, k: Tensor, v: Tensor, causal: bo
 def by_native(phi: ExponentialFeatures, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """The same by the native backend, from bfloat16 inputs."""
     q, k, v = (x[None, None] for x in (q, k, v))
-    state = LinearState.empty(1, 1, phi.num_features, v.shape[-1], v, per_key_scale=phi.per_key_scale)
-    scale = q.shape[-1] ** -0.5
-    if causal:
-        return native.causal(phi, q, k, v, state, scale=scale)[0][0, 0]
-    return native.full(phi, q, k, v, state, scale=scale)[0, 0]
+    spec = WindowedLinear(phi, causal=causal)
+    return BACKENDS["native"].attend(spec, Call(q.shape[-1] ** -0.5), q, k, v)[0, 0]
 
 
 def measure(length: int, seeds: int) -> list[dict[str, Any]]:
@@ -94,7 +93,7 @@ def measure(length: int, seeds: int) -> list[dict[str, Any]]:
                     floats = (q.float(), k.float(), v.float(), causal)
                     own = error(attend(phi, *floats, Rounded()))
                     ratios = {name: error(attend(phi, *floats, rounded)) / own for name, rounded in CASES.items()}
-                    if not native_library.missing():
+                    if not library.missing():
                         ratios["native"] = error(by_native(phi, q, k, v, causal)) / own
                     for name, ratio in ratios.items():
                         row[name] = max(ratio, row.get(name, 0.0))
@@ -110,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = measure(options.length, options.seeds)
     names = [name for name in rows[0] if name not in ("norm", "features", "causal")]
-    isa = None if native_library.missing() else native_library.load().subquad_isa().decode()
+    isa = None if library.missing() else library.load().subquad_isa().decode()
     print(f"{'norm, features, form':28}" + "".join(f"{name:>22}" for name in names) + f"   ({isa})")
     for row in rows:
         title = f"{row['norm']}, {row['features']}, {'causal' if row['causal'] else 'full'}"

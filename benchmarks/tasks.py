@@ -3,7 +3,7 @@
     python benchmarks/tasks.py copy                       accuracy per symbol: length 32, one layer, one head
     python benchmarks/tasks.py features                   accuracy against the number of features
     python benchmarks/tasks.py images --data MNIST        bits per dimension at equal steps, 14 x 14 (--size 28: whole)
-    python benchmarks/tasks.py generation                 values per second at 28 x 28: recurrent, KV cache, recomputed
+    python benchmarks/tasks.py generation                 images value by value: recurrent, KV cache, recomputed
     python benchmarks/tasks.py speech --data WAVS         word error rates at equal parameters, and the time of a step
     python benchmarks/tasks.py speech-steps --data WAVS   the time of a step alone
     python benchmarks/tasks.py text --data FILE           bits per byte, causal
@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from subquad.lab.measure import CLOCKS
 from subquad.tasks.base import generator_for
 from subquad.train import Run, Running
 from subquad.train.choices import label_of, parse_mechanism
-from subquad.train.compare import compare, comparison_table
+from subquad.train.collection import comparison_table
+from subquad.train.compare import compare
 
 NEAR_AND_FAR = '{"mechanism": "hybrid", "window": 12, "sinks": 0, "far": {"mechanism": "linear"}}'
 HYBRID = '{"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {"mechanism": "linear"}}'
@@ -52,52 +52,46 @@ def log(text: str, done: int, total: int) -> None:
 
 def begun(folder: Path) -> bool:
     """Whether an earlier call has trained something there."""
-    return any(folder.glob("*/run.json"))
+    return (folder / "comparison.json").is_file()
 
 
 def stop_if_interrupted(result: dict[str, Any]) -> None:
     """Ctrl-C ends one run after its step; what would follow must end as well."""
-    if any(one["status"] == "interrupted" for one in result["runs"].values()):
+    if any(one["status"] == "interrupted" for runs in result["runs"].values() for one in runs):
         raise SystemExit(130)
 
 
 def table(run: Run, mechanisms: list[Any], out: Path, seeds: int = 1) -> dict[str, Any]:
-    """Train all with each seed, or go on where an earlier call stopped; print the table, return the last seed's."""
+    """Train all with each seed, or go on where an earlier call stopped; print and return what came of it."""
     running = Running(log_every=100, save_every=200, tensorboard=False, keep=1)
-    first = run.settings.seed
-    results = []
-    for seed in range(first, first + seeds):
-        one = replace(run, model={**run.model, "seed": seed}, settings=replace(run.settings, seed=seed))
-        folder = out / f"seed-{seed}" if seeds > 1 else out
-        results.append(compare(one, mechanisms, folder, resume=begun(folder), running=running, on_log=log))
-        print(comparison_table(results[-1]), flush=True)
-        stop_if_interrupted(results[-1])
-    print(markdown(run, results), flush=True)
-    return results[-1]
+    result = compare(run, mechanisms, out, seeds=seeds, resume=begun(out), running=running, on_log=log)
+    print(comparison_table(result), flush=True)
+    stop_if_interrupted(result)
+    print(markdown(run, result), flush=True)
+    return result
 
 
-def markdown(run: Run, results: list[dict[str, Any]]) -> str:
+def markdown(run: Run, result: dict[str, Any]) -> str:
     """The metric at every validation, the mean over seeds and how far they lie apart, as a table of docs/tasks.md."""
-    metric, settings = run.task.metric, run.settings
-    runs = [result["runs"] for result in results]
-    steps = [record["step"] for record in next(iter(runs[0].values()))["valid"]]
-    sizes = sorted({one["parameters"] for group in runs for one in group.values()})
+    metric, settings, runs = run.task.metric, run.settings, result["runs"]
+    first = next(iter(runs.values()))
+    steps = [record["step"] for record in first[0]["valid"]]
+    sizes = sorted({one["parameters"] for group in runs.values() for one in group})
     counts = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
-    effort = f"batch {settings.batch}, learning rate {settings.lr:g}, {len(runs)} seed(s)"
+    effort = f"batch {settings.batch}, learning rate {settings.lr:g}, {len(first)} seed(s)"
     lines = [
         f"{counts} parameters, {effort}, {settings.valid_examples} validation examples.",
         "",
         f"| {metric.replace('_', ' ')} after steps | " + " | ".join(map(str, steps)) + " |",
         "|---" * (len(steps) + 1) + "|",
     ]
-    for label in runs[0]:
+    for label, group in runs.items():
         cells = []
         for step in steps:
-            records = [record for group in runs for record in group[label]["valid"] if record["step"] == step]
-            values = [record[metric] for record in records]
+            values = [record[metric] for one in group for record in one["valid"] if record["step"] == step]
             spread = f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
             # A run that diverged has no figure for the later steps.
-            cells.append(f"{sum(values) / len(values):.3f}{spread}" if len(values) == len(runs) else "-")
+            cells.append(f"{sum(values) / len(values):.3f}{spread}" if len(values) == len(group) else "-")
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -134,7 +128,7 @@ def features(args: argparse.Namespace) -> None:
         folder = args.out / f"{name}-{count}"
         result = compare(run, [choice], folder, resume=begun(folder), on_log=log, running=running)
         stop_if_interrupted(result)
-        (only,) = result["runs"].values()
+        ((only,),) = result["runs"].values()
         rows.setdefault(name, {})[count] = only["metrics"]["accuracy"]
         print(f"{name} M={count}: accuracy {rows[name][count]:.4f}", file=sys.stderr, flush=True)
         write_json(args.out / "features.json", {"accuracy": rows, "machine": machine()})
@@ -193,7 +187,7 @@ def speech(args: argparse.Namespace) -> None:
         settings = {"steps": 400, "batch": 8, "valid_every": 200, "valid_examples": 128, "lr": rate}
         run = run_of("speech", args, SPEECH_MODEL, settings)
         result = table(run, mechanisms, args.out / f"lr-{rate:g}")
-        for label, one in result["runs"].items():
+        for label, (one,) in result["runs"].items():
             best[label] = min(best.get(label, (math.inf, rate)), (one["metrics"]["word_error_rate"], rate))
     print("| word error rate | best of the learning rates | at | relative to softmax |\n|---|---|---|---|")
     for label, (error, rate) in best.items():
@@ -270,14 +264,14 @@ def main() -> None:
     parser.add_argument("--valid-every", type=int)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="learning rates (speech)")
     parser.add_argument("--counts", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128], help="features (features)")
-    parser.add_argument("--size", type=int, help="side of an image (images: 14, generation: 28)")
+    parser.add_argument("--size", type=int, default=14, help="side of an image (images)")
+    parser.add_argument("--values", type=int, nargs="+", default=[784], help="values of an image (generation)")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="of generation and speech-steps")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     args.out = args.out or Path("results/tasks") / args.command
-    args.size = args.size or {"generation": 28}.get(args.command, 14)
     COMMANDS[args.command](args)
     print(json.dumps(machine()), file=sys.stderr)
 

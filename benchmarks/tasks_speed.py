@@ -9,10 +9,12 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from subquad.files import replacing
 from subquad.lab import interleave, machine, write_json
 from subquad.lab.measure import CLOCKS, Timing
 from subquad.tasks.images import ImageModel, Images
@@ -20,43 +22,78 @@ from subquad.train import Run
 from subquad.train.data import validation_batches
 
 GENERATING = {"layers": 8, "heads": 8, "dim": 256}
+RECOMPUTED = "recomputed"
+FORMS = (
+    ("linear", "recurrent"),
+    ("performer", "recurrent"),
+    ("softmax", "KV cache"),
+    ("linear", RECOMPUTED),
+    ("softmax", RECOMPUTED),
+)
 # A pass over n values costs a + b n + c n^2: eight lengths in the middle of eight equal parts add up to the whole.
 PARTS = 8
 
 
 def generation(args: argparse.Namespace) -> None:
-    """Values per second at size x size: the recurrent form against softmax with its cache and without."""
-    length, count = args.size**2, args.batch or 16
-    models: dict[str, ImageModel] = {}
-    for name in ("linear", "performer", "softmax"):
-        torch.manual_seed(0)
-        task = Images(size=args.size)
-        models[name] = task.build({**task.model, **GENERATING, "mechanism": name, "seed": 0}).eval()
-    nothing = torch.zeros(count, 0, dtype=torch.int64)
-    rows: dict[str, Any] = {"machine": machine(), "batch": count, "size": args.size, "clock": args.clock}
-    rates: dict[str, float] = {}
-    for name, form in (
-        ("linear", "recurrent"),
-        ("performer", "recurrent"),
-        ("softmax", "KV cache"),
-        ("linear", "recomputed"),
-        ("softmax", "recomputed"),
+    """Images value by value: seconds per image one at a time, and values per second in a batch, for every length."""
+    count = args.batch or 16
+    rows: dict[str, Any] = {"machine": machine(), "batch": count, "clock": args.clock, "lengths": {}}
+    for length in args.values:
+        figures: dict[str, dict[str, float]] = {}
+        for name, form in FORMS:
+            torch.manual_seed(0)
+            fields = {**Images.model, **GENERATING, "mechanism": name, "seed": 0, "max_length": length}
+            model = ImageModel(10, fields).eval()
+            model.complete(
+                torch.zeros(count, 0, dtype=torch.int64), 2, recompute=form == RECOMPUTED
+            )  # threads, kernels
+            one, many = (_image_seconds(args, model, batch, length, form) for batch in (1, count))
+            figures[f"{name}, {form}"] = {"seconds_per_image": one, "values_per_second": count * length / many}
+            rows["lengths"][str(length)] = figures
+            write_json(args.out / "generation.json", rows)
+        slowest = figures[f"softmax, {RECOMPUTED}"]
+        print(f"\n{length} values, {_how(args)}; batches of {count} for the throughput\n")
+        print("| | values/s | relative to softmax recomputed | seconds per image, one at a time |\n|---|---|---|---|")
+        for label, figure in figures.items():
+            rate, seconds = figure["values_per_second"], figure["seconds_per_image"]
+            relative = _figure(rate / slowest["values_per_second"])
+            print(f"| {label} | {_figure(rate)} | {relative}x | {seconds:.2f} |", flush=True)
+    draw_generation(rows, args.out)
+
+
+def _image_seconds(args: argparse.Namespace, model: ImageModel, count: int, length: int, form: str) -> float:
+    """Seconds for `count` images of `length` values."""
+    if form == RECOMPUTED:
+        prefixes = [(2 * part + 1) * length // (2 * PARTS) for part in range(PARTS)]
+        return sum(_seconds(args, partial(_recomputed, model, count, prefix)) for prefix in prefixes) * length / PARTS
+    return _seconds(args, partial(model.complete, torch.zeros(count, 0, dtype=torch.int64), length))
+
+
+def draw_generation(rows: Mapping[str, Any], folder: Path) -> None:
+    """Throughput and latency by form, a group of bars per length: generation.png."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    names = [f"{name}, {form}" for name, form in FORMS]
+    for axes, key, title in zip(
+        figure.subplots(1, 2),
+        ("values_per_second", "seconds_per_image"),
+        (f"values per second, {rows['batch']} images at a time", "seconds per image, one at a time"),
+        strict=True,
     ):
-        model = models[name]
-        model.complete(nothing, 2, recompute=form == "recomputed")  # threads, native kernels
-        if form == "recomputed":
-            prefixes = [(2 * part + 1) * length // (2 * PARTS) for part in range(PARTS)]
-            passes = [_seconds(args, partial(_recomputed, model, count, prefix)) for prefix in prefixes]
-            seconds = sum(passes) * length / PARTS
-        else:
-            seconds = _seconds(args, partial(model.complete, nothing, length))
-        rates[f"{name}, {form}"] = count * length / seconds
-        write_json(args.out / "generation.json", {**rows, "values_per_second": rates})
-    slowest = rates["softmax, recomputed"]
-    print(f"{count} images of {args.size} x {args.size} at a time, {_how(args)}\n")
-    print("| | values/s | relative to softmax recomputed |\n|---|---|---|")
-    for label, rate in rates.items():
-        print(f"| {label} | {_figure(rate)} | {_figure(rate / slowest)}x |")
+        groups = rows["lengths"]
+        for number, (length, figures) in enumerate(groups.items()):
+            places = [place + number * 0.8 / len(groups) for place in range(len(names))]
+            axes.barh(places, [figures[name][key] for name in names], 0.8 / len(groups), label=f"{length} values")
+        axes.set_yticks([place + 0.4 - 0.4 / len(groups) for place in range(len(names))], names)
+        axes.invert_yaxis()
+        axes.set(xscale="log", title=title)
+        axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    with replacing(folder / "generation.png") as draft:
+        figure.savefig(draft, dpi=120, format="png")
 
 
 def _how(args: argparse.Namespace) -> str:

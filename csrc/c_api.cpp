@@ -7,13 +7,14 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "problem.h"
+#include "call.h"
+#include "multipole/call.h"
 
-namespace sq_baseline { extern const SqKernels kernels; }
+namespace sq_baseline { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
 namespace sq_emulated { extern const SqPairKernels pair_kernels; }
 #ifdef SQ_HAVE_X86
-namespace sq_avx2 { extern const SqKernels kernels; }
-namespace sq_avx512 { extern const SqKernels kernels; }
+namespace sq_avx2 { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
+namespace sq_avx512 { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
 #endif
 #ifdef SQ_HAVE_AVX512BF16
 namespace sq_avx512bf16 { extern const SqPairKernels pair_kernels; }
@@ -23,6 +24,7 @@ namespace {
 
 struct Choice {
   const SqKernels* kernels = nullptr;
+  const SqMultipoleKernels* multipole = nullptr;
   const SqPairKernels* pairs = nullptr;
   const char* name = "";
   char error[256] = "";
@@ -33,23 +35,25 @@ Choice choose() {
   const char* wanted = std::getenv("SUBQUAD_NATIVE_ISA");
   if (wanted && !*wanted) wanted = nullptr;
   bool known = false;
-  auto offer = [&](const char* name, const SqKernels& kernels, bool has, const SqPairKernels* pairs = nullptr) {
+  auto offer = [&](const char* name, const SqKernels& kernels, const SqMultipoleKernels& multipole, bool has,
+                   const SqPairKernels* pairs = nullptr) {
     if (wanted && std::strcmp(wanted, name) != 0) return;
     known = true;
-    if (has && (!pairs || pairs->check())) best.kernels = &kernels, best.pairs = pairs, best.name = name;
+    if (!has || (pairs && !pairs->check())) return;
+    best.kernels = &kernels, best.multipole = &multipole, best.pairs = pairs, best.name = name;
   };
-  offer("baseline", sq_baseline::kernels, true);
+  offer("baseline", sq_baseline::kernels, sq_baseline::multipole_kernels, true);
 #ifdef SQ_HAVE_X86
   __builtin_cpu_init();
-  offer("avx2", sq_avx2::kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
+  offer("avx2", sq_avx2::kernels, sq_avx2::multipole_kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-  offer("avx512", sq_avx512::kernels, wide);
+  offer("avx512", sq_avx512::kernels, sq_avx512::multipole_kernels, wide);
 #endif
 #ifdef SQ_HAVE_AVX512BF16
-  offer("avx512bf16", sq_avx512::kernels, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
+  offer("avx512bf16", sq_avx512::kernels, sq_avx512::multipole_kernels, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
 #endif
-  if (wanted) offer("bf16-emulated", sq_baseline::kernels, true, &sq_emulated::pair_kernels);
+  if (wanted) offer("bf16-emulated", sq_baseline::kernels, sq_baseline::multipole_kernels, true, &sq_emulated::pair_kernels);
   if (!best.kernels)
     std::snprintf(best.error, sizeof best.error,
                   known ? "SUBQUAD_NATIVE_ISA=%.32s: this CPU does not have these instructions; unset the variable or "
@@ -74,8 +78,8 @@ const Choice& chosen() {
 
 // Where rounding features to bfloat16 is no worse than rounding the result to it: there is a result, it is rounded to
 // bfloat16, no backward needs the state, and no weight is negative (a normaliser near 0 would blow the rounding up).
-bool wants_pairs(const SqProblem& p) {
-  return chosen().pairs && p.length_q > 0 && p.v.dtype == SQ_BFLOAT16 && p.out.dtype == SQ_BFLOAT16 && p.normalise &&
+bool wants_pairs(const SqCall& p) {
+  return chosen().pairs && !p.near && p.length_q > 0 && p.v.dtype == SQ_BFLOAT16 && p.out.dtype == SQ_BFLOAT16 && p.normalise &&
          !p.differentiable && p.function != SQ_IDENTITY && p.function != SQ_TAYLOR;
 }
 
@@ -83,21 +87,19 @@ bool wants_pairs(const SqProblem& p) {
 
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
-// The version of the structures in problem.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 4; }
-SQ_API int64_t subquad_problem_size() { return sizeof(SqProblem); }
-SQ_API int64_t subquad_hybrid_size() { return sizeof(SqHybrid); }
-SQ_API int64_t subquad_step_size() { return sizeof(SqStep); }
+// The version of the structures in call.h and multipole/call.h; Python refuses a library of another one.
+SQ_API int64_t subquad_abi() { return 5; }
+SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
+SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
 SQ_API const char* subquad_error() { return chosen().error; }
-SQ_API int subquad_forward(const SqProblem* p) {
+SQ_API int subquad_forward(const SqCall* p) {
   return (wants_pairs(*p) ? chosen().pairs->forward : chosen().kernels->forward)(p);
 }
-SQ_API int subquad_backward(const SqProblem* p) { return chosen().kernels->backward(p); }
-SQ_API int subquad_decode(const SqProblem* p) { return chosen().kernels->decode(p); }
-SQ_API int subquad_project(const SqProblem* p, float* out) { return chosen().kernels->project(p, out); }
-SQ_API int subquad_hybrid_forward(const SqHybrid* p) { return chosen().kernels->hybrid_forward(p); }
-SQ_API int subquad_hybrid_backward(const SqHybrid* p) { return chosen().kernels->hybrid_backward(p); }
-SQ_API int subquad_hybrid_decode(const SqStep* p) { return chosen().kernels->hybrid_decode(p); }
+SQ_API int subquad_backward(const SqCall* p) { return chosen().kernels->backward(p); }
+SQ_API int subquad_step(const SqCall* p) { return chosen().kernels->step(p); }
+SQ_API int subquad_project(const SqCall* p, float* out) { return chosen().kernels->project(p, out); }
+SQ_API int subquad_multipole_forward(const SqMultipole* p) { return chosen().multipole->forward(p); }
+SQ_API int subquad_multipole_backward(const SqMultipole* p) { return chosen().multipole->backward(p); }

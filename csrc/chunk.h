@@ -20,7 +20,7 @@ struct State {
 };
 
 struct Head {
-  const SqProblem* pr;
+  const SqCall* pr;
   long b, h, groups;
   long lds;  // row stride of S, V and the gradients: E rounded up, an odd number of cache lines
   Side q, k;
@@ -44,7 +44,7 @@ struct Work {
 SQ_INLINE long round_up(long n, long to) { return (n + to - 1) / to * to; }
 
 // Vectors in a row of values.
-SQ_INLINE long value_vectors(const SqProblem& pr) { return round_up(pr.width, VL) / VL; }
+SQ_INLINE long value_vectors(const SqCall& pr) { return round_up(pr.width, VL) / VL; }
 
 SQ_INLINE long state_stride(long width) {
   const long lines = round_up(width, 16) / 16;
@@ -77,7 +77,7 @@ static State take_state(Arena& arena, long M, long lds) {
   return {arena.take(M * lds), arena.take(M), arena.take(M)};
 }
 
-static Chunk take_chunk(Arena& arena, const SqProblem& pr, long lds, bool causal, bool wants_queries) {
+static Chunk take_chunk(Arena& arena, const SqCall& pr, long lds, bool causal, bool wants_queries) {
   const long M = pr.features, G = wants_queries ? pr.heads_q / pr.heads_kv : 0;
   Chunk ch = {};
   ch.phi = arena.take(M * LD);
@@ -94,7 +94,7 @@ static Chunk take_chunk(Arena& arena, const SqProblem& pr, long lds, bool causal
   return ch;
 }
 
-static Work take_work(Arena& arena, const SqProblem& pr, long lds) {
+static Work take_work(Arena& arena, const SqCall& pr, long lds) {
   const long widest = pr.dim > pr.width ? pr.dim : pr.width;
   Work w = {};
   w.x = arena.take(padded(pr.dim) * LD);
@@ -106,7 +106,7 @@ static Work take_work(Arena& arena, const SqProblem& pr, long lds) {
   return w;
 }
 
-SQ_INLINE Head head_of(const SqProblem& pr, long index) {
+SQ_INLINE Head head_of(const SqCall& pr, long index) {
   const long h = index % pr.heads_kv;
   return {&pr, index / pr.heads_kv, h, pr.heads_q / pr.heads_kv, state_stride(pr.width), side_of(pr.map_q, h),
           side_of(pr.map_k, h)};
@@ -117,7 +117,7 @@ struct Stored {
   long token, skip, count;
 };
 
-SQ_INLINE Stored stored_keys(const SqProblem& pr, long t0, long n) {
+SQ_INLINE Stored stored_keys(const SqCall& pr, long t0, long n) {
   const long first = t0 + pr.key_shift, last = first + n;
   const long from = first < 0 ? 0 : first, to = last < pr.keys_stored ? last : pr.keys_stored;
   if (to <= from) return {0, 0, 0};
@@ -126,7 +126,7 @@ SQ_INLINE Stored stored_keys(const SqProblem& pr, long t0, long n) {
 
 // The chunk's keys as a panel; lanes without a stored key are zero.
 static void key_panel(const Head& hd, long t0, long n, long lanes, float* to, float* rows) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const Stored s = stored_keys(pr, t0, n);
   panel(pr.k, hd.b, hd.h, s.token, s.count, lanes - s.skip, pr.dim, to + s.skip, rows);
   if (s.skip)
@@ -161,7 +161,7 @@ SQ_INLINE vf rescaling(vf c, vf c_new) {
 
 // Features of the chunk's keys, the new maxima and rho. Returns how many keys are real.
 static long prepare_features(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   ch.t0 = t0;
   ch.n = n;
   ch.vectors = vectors_for(n);
@@ -175,8 +175,8 @@ static long prepare_features(const Head& hd, const Work& w, const State& st, lon
   const Stored next = stored_keys(pr, t0 + n, C);
   if (pr.function == SQ_EXP) key_weights(pr, hd.k, w.x, ch.real, ch.vectors, w.t);
   key_features(pr, hd.k, w.x, w.t, ch.real, ch.vectors, st.c, ch.c_new, ch.phi, ch.sums, w.butterfly,
-               {rows_ahead(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim),
-                rows_ahead(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width)});
+               {prefetch_rows(pr.k, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.dim),
+                prefetch_rows(pr.v, hd.b, hd.h, next.token, next.count, pr.keys_stored, pr.width)});
   long r = 0;
   for (; r + VL <= pr.features; r += VL) {
     const vf rho = rescaling(load(st.c + r), load(ch.c_new + r));
@@ -192,7 +192,7 @@ static long prepare_features(const Head& hd, const Work& w, const State& st, lon
 
 // The chunk's values. Returns false if one is not finite.
 static bool prepare_values(const Head& hd, long real, Chunk& ch) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const Stored here = stored_keys(pr, ch.t0, ch.n);
   const float* masked = real < ch.n ? ch.real + here.skip : nullptr;
   float* values = ch.values + here.skip * hd.lds;
@@ -206,7 +206,7 @@ static bool prepare_values(const Head& hd, long real, Chunk& ch) {
 // The same for the state update alone, which can take the tensor's own rows: if they are whole vectors of float32, none is
 // masked, and they are not so many lines apart that a chunk of them falls into a few cache sets.
 static void borrow_values(const Head& hd, long real, Chunk& ch) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const Stored here = stored_keys(pr, ch.t0, ch.n);
   const bool apart = pr.v.stride[2] % 128 == 0;  // 512 bytes
   if (pr.v.dtype != SQ_FLOAT32 || pr.v.stride[3] != 1 || apart || pr.width % VL || real < ch.n) {
@@ -238,7 +238,7 @@ static void rescale_sums(const Head& hd, const State& st, const Chunk& ch) {
 
 // The state moves to the chunk's shift: S, z <- rho S, rho z; c <- c_new.
 static void rescale(const Head& hd, const State& st, const Chunk& ch) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   rescale_sums(hd, st, ch);
   for (long r = 0; r < pr.features; r++) {
     // Maxima seldom move once the sequence is under way.
@@ -254,13 +254,13 @@ static void rescale(const Head& hd, const State& st, const Chunk& ch) {
 
 // S += phi V, z += sum phi; rho S instead of S where `rho` is given.
 static void accumulate(const Head& hd, const State& st, const Chunk& ch, const float* rho = nullptr) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   gemm(pr.features, value_vectors(pr), ch.n, ch.phi, LD, 1, ch.v, ch.ldv, st.S, hd.lds, rho ? FROM_SCALED : FROM_C, rho);
   for (long r = 0; r < pr.features; r++) st.z[r] += ch.sums[r];
 }
 
 // How many of the walk positions [t0, t0 + n) have a query.
-SQ_INLINE long queries_in(const SqProblem& pr, long t0, long n) {
+SQ_INLINE long queries_in(const SqCall& pr, long t0, long n) {
   const long left = pr.length_q - t0;
   return left < 0 ? 0 : left < n ? left : n;
 }
@@ -268,14 +268,14 @@ SQ_INLINE long queries_in(const SqProblem& pr, long t0, long n) {
 // Queries [t0, t0 + n) of group g: features a, and Z = a . z with the z given, both divided by e^top.
 static void prepare_queries(const Head& hd, const Work& w, const float* c, const float* z, long g, long t0, long n,
                             float* a, float* Z, float* top) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const long vectors = vectors_for(n);
   n = queries_in(pr, t0, n);
   const long head = hd.h * hd.groups + g;
   panel(pr.q, hd.b, head, t0, n, vectors * VL, pr.dim, w.x, w.rows);
   query_features(pr, hd.q, w.x, vectors, c, z, a, Z, top, w.level, w.butterfly,
-                 {rows_ahead(pr.q, hd.b, head, t0 + n, C, pr.length_q, pr.dim),
-                  rows_ahead(pr.out, hd.b, head, t0, n, pr.length_q, pr.width)});
+                 {prefetch_rows(pr.q, hd.b, head, t0 + n, C, pr.length_q, pr.dim),
+                  prefetch_rows(pr.out, hd.b, head, t0, n, pr.length_q, pr.width)});
   if (pr.function == SQ_EXP && (hd.q.square != 0.0f || hd.q.tilt)) {  // only where the rows' own scale is wanted
     token_weights(pr, hd.q, w.x, vectors, w.t);
     for (long j = 0; j < vectors; j++) store(top + j * VL, load(top + j * VL) + load(w.t + j * VL));
@@ -289,7 +289,7 @@ SQ_INLINE void keep_causal(float* square, long panel_index) {
 
 // The whole causal chunk except the read. Returns false if a value is not finite: 0 times it would reach earlier rows.
 static bool prepare_rows(const Head& hd, const Work& w, const State& st, long t0, long n, Chunk& ch) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const long M = pr.features;
   const bool ok = prepare_keys(hd, w, st, t0, n, ch);
   for (long g = 0; g < hd.groups; g++) {

@@ -37,7 +37,7 @@ SQ_INLINE long vectors_for(long n) { return ((n + T - 1) / T) * NV; }
 SQ_INLINE float or_zero(float c) { return c == MINUS_INF ? 0.0f : c; }
 
 // Rows [first, first + rows) of p[..][LD] = W x + offset for the panels x[dim][LD]; `strip_rows` says which ranges there are.
-static void project(const SqProblem& pr, const Side& s, const float* x, long vectors, long first, long rows, float* p,
+static void project(const SqCall& pr, const Side& s, const float* x, long vectors, long first, long rows, float* p,
                     float* work) {
   const float* offset = s.offset ? s.offset + first : nullptr;
   if (pr.projection == SQ_DENSE) {
@@ -56,12 +56,12 @@ static void project(const SqProblem& pr, const Side& s, const float* x, long vec
 }
 
 // Rows projected and exponentiated at a time, for whole chunks of tokens: few enough to be in the first-level cache still.
-SQ_INLINE long strip_rows(const SqProblem& pr) {
+SQ_INLINE long strip_rows(const SqCall& pr) {
   return pr.projection == SQ_DENSE ? 4 * MR : pr.projection == SQ_HADAMARD ? padded(pr.dim) : pr.rows;
 }
 
 // Which lanes hold a real key: 1 or 0 in real[C]. Returns how many.
-static long real_lanes(const SqProblem& pr, long b, long t0, long n, long lanes, float* real) {
+static long real_lanes(const SqCall& pr, long b, long t0, long n, long lanes, float* real) {
   long count = 0;
   for (long i = 0; i < lanes; i++) {
     const long token = t0 + i + pr.key_shift;
@@ -74,7 +74,7 @@ static long real_lanes(const SqProblem& pr, long b, long t0, long n, long lanes,
 }
 
 // t[lane] = square |y|^2 + tilt . y.
-static void token_weights(const SqProblem& pr, const Side& s, const float* y, long vectors, float* t) {
+static void token_weights(const SqCall& pr, const Side& s, const float* y, long vectors, float* t) {
   // |y|^2 may be in the thousands and its rounding is an error of the whole key: sums of eight by a tree, and those
   // with their rounding errors carried along (Knuth's two-sum).
   for (long j = 0; j < vectors; j++) {
@@ -100,7 +100,7 @@ static void token_weights(const SqProblem& pr, const Side& s, const float* y, lo
 }
 
 // The same for keys, -inf for lanes without a real one.
-static void key_weights(const SqProblem& pr, const Side& s, const float* y, const float* real, long vectors, float* t) {
+static void key_weights(const SqCall& pr, const Side& s, const float* y, const float* real, long vectors, float* t) {
   token_weights(pr, s, y, vectors, t);
   for (long i = 0; i < vectors * VL; i++)
     if (real[i] == 0.0f) t[i] = MINUS_INF;
@@ -202,7 +202,7 @@ SQ_INLINE vf plain_value(int function, vf p) {
 }
 
 // Features without a shift of rows [first, first + rows), in place of p.
-static void plain_keys(const SqProblem& pr, long first, long rows, const float* real, long vectors, const float* c_old,
+static void plain_keys(const SqCall& pr, long first, long rows, const float* real, long vectors, const float* c_old,
                        float* c_new, float* phi, float* sums) {
   const vf eps = splat(pr.epsilon);
   for (long r = first; r < first + rows; r++) {
@@ -219,9 +219,9 @@ static void plain_keys(const SqProblem& pr, long first, long rows, const float* 
 }
 
 // phi[M][LD] of the keys x, their sums over tokens, and the state's new maxima.
-static void key_features(const SqProblem& pr, const Side& s, const float* x, const float* t, const float* real,
+static void key_features(const SqCall& pr, const Side& s, const float* x, const float* t, const float* real,
                          long vectors, const float* c_old, float* c_new, float* phi, float* sums, float* work,
-                         Soon soon) {
+                         Prefetches soon) {
   const long R = pr.rows, strip = strip_rows(pr);
   const bool full = vectors == CV;
   bool large = false;
@@ -229,7 +229,7 @@ static void key_features(const SqProblem& pr, const Side& s, const float* x, con
     for (long i = 0; i < vectors * VL; i++) large = large || (t[i] < -8192.0f && t[i] != MINUS_INF) || t[i] > 8192.0f;
   for (long first = 0; first < R; first += strip) {
     const long rows = R - first < strip ? R - first : strip;
-    soon.ask((C * strip + R - 1) / R);
+    soon.issue((C * strip + R - 1) / R);
     project(pr, s, x, vectors, first, rows, phi, work);
     if (pr.function != SQ_EXP) {
       plain_keys(pr, first, rows, real, vectors, c_old, c_new, phi, sums);
@@ -297,7 +297,7 @@ static void query_panel(long R, const float* p, const float* level, const float*
 }
 
 // Features without a shift of one vector of queries, in place of p, and Z = sum_r a_r z_r.
-SQ_INLINE void plain_queries(const SqProblem& pr, const float* z, float* a, float* Z, float* top) {
+SQ_INLINE void plain_queries(const SqCall& pr, const float* z, float* a, float* Z, float* top) {
   const long R = pr.rows;
   const vf eps = splat(pr.epsilon);
   vf total = zero();
@@ -315,7 +315,7 @@ SQ_INLINE void plain_queries(const SqProblem& pr, const float* z, float* a, floa
 }
 
 // level[M] = bias + c relative to the largest, which is returned: c may be in the billions, its differences are not.
-static float feature_levels(const SqProblem& pr, const Side& s, const float* c, float* level) {
+static float feature_levels(const SqCall& pr, const Side& s, const float* c, float* level) {
   const long R = pr.rows, M = pr.features;
   for (long start = 0; start < M; start += R)
     for (long r = 0; r < R; r++) level[start + r] = (s.bias ? s.bias[r] : 0.0f) + c[start + r];
@@ -331,8 +331,8 @@ static float feature_levels(const SqProblem& pr, const Side& s, const float* c, 
 
 // a[M][LD] of the queries x and Z[lane] = sum_r a_r z_r, both divided by e^top[lane]; `level` is scratch for M floats.
 // Panel by panel: the features of one stay in the first-level cache from the projection to the exponentials.
-static void query_features(const SqProblem& pr, const Side& s, const float* x, long vectors, const float* c,
-                           const float* z, float* a, float* Z, float* top, float* level, float* work, Soon soon) {
+static void query_features(const SqCall& pr, const Side& s, const float* x, long vectors, const float* c,
+                           const float* z, float* a, float* Z, float* top, float* level, float* work, Prefetches soon) {
   const bool shifted = pr.function == SQ_EXP;
   const float most = shifted ? feature_levels(pr, s, c, level) : 0.0f;
   Side levelled = s;
@@ -342,9 +342,9 @@ static void query_features(const SqProblem& pr, const Side& s, const float* x, l
   }
   for (long j = 0; j < vectors; j += NV) {
     float *to = a + j * VL, *total = Z + j * VL, *tops = top + j * VL;
-    soon.ask(T / 2);
+    soon.issue(T / 2);
     project(pr, levelled, x + j * VL, NV, 0, pr.rows, to, work);
-    soon.ask(T / 2);
+    soon.issue(T / 2);
     if (!shifted)
       SQ_UNROLL for (int n = 0; n < NV; n++) plain_queries(pr, z, to + n * VL, total + n * VL, tops + n * VL);
     else if (pr.antithetic) query_panel<true>(pr.rows, to, level, z, to, total, tops);

@@ -17,7 +17,7 @@ SQ_INLINE vf plain_slope(int function, vf value, vf epsilon) {
 }
 
 // dx[dim][LD] = W^T dp, the transpose of `project`; f: the features.
-static void project_back(const SqProblem& pr, const Side& s, const float* f, const float* dp, long vectors, float* dx,
+static void project_back(const SqCall& pr, const Side& s, const float* f, const float* dp, long vectors, float* dx,
                          float* work) {
   if (pr.projection == SQ_DENSE) {
     gemm(pr.dim, vectors, pr.rows, s.weight, 1, pr.dim, dp, LD, dx, LD, FROM_ZERO);
@@ -32,7 +32,7 @@ static void project_back(const SqProblem& pr, const Side& s, const float* f, con
 
 // dp[R][LD] from the features f[M][LD] and the gradient g[r][lane] + left[r] right[lane] with respect to them; dp may be
 // g. total[lane] receives the sum over features of the gradient of the log features: the gradient with respect to t.
-static void features_back(const SqProblem& pr, const float* f, const float* g, const float* left, const float* right,
+static void features_back(const SqCall& pr, const float* f, const float* g, const float* left, const float* right,
                           long vectors, float* dp, float* total) {
   const long R = pr.rows;
   const bool plain = pr.function != SQ_EXP, anti = pr.antithetic != 0;

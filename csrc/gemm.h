@@ -13,15 +13,15 @@ namespace SQ_NS {
 // into it one by one would each be rounded to its size, and a state sums over very many.
 enum Start { FROM_ZERO, FROM_C, FROM_SCALED, FROM_BIAS };
 
-template <int R, int N>
+template <int ROWS, int N>
 SQ_INLINE void tile(long K, const float* A, long ai, long ak, const float* B, long ldb, float* Cm, long ldc,
                     Start start, const float* by) {
-  vf s[R][N];
-  SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = zero();
+  vf s[ROWS][N];
+  SQ_UNROLL for (int i = 0; i < ROWS; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] = zero();
   for (long k = 0; k < K; k++) {
     vf b[N];
     SQ_UNROLL for (int j = 0; j < N; j++) b[j] = load(B + VL * j);
-    SQ_UNROLL for (int i = 0; i < R; i++) {
+    SQ_UNROLL for (int i = 0; i < ROWS; i++) {
       const vf a = splat(A[i * ai]);
       SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += a * b[j];
     }
@@ -29,23 +29,23 @@ SQ_INLINE void tile(long K, const float* A, long ai, long ak, const float* B, lo
     B += ldb;
   }
   if (start == FROM_BIAS)
-    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += splat(by[i]);
+    SQ_UNROLL for (int i = 0; i < ROWS; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += splat(by[i]);
   if (start == FROM_C)
-    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += load(Cm + i * ldc + VL * j);
+    SQ_UNROLL for (int i = 0; i < ROWS; i++) SQ_UNROLL for (int j = 0; j < N; j++) s[i][j] += load(Cm + i * ldc + VL * j);
   if (start == FROM_SCALED)
-    SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) {
+    SQ_UNROLL for (int i = 0; i < ROWS; i++) SQ_UNROLL for (int j = 0; j < N; j++) {
       s[i][j] = fused(load(Cm + i * ldc + VL * j), splat(by[i]), s[i][j]);
     }
-  SQ_UNROLL for (int i = 0; i < R; i++) SQ_UNROLL for (int j = 0; j < N; j++) store(Cm + i * ldc + VL * j, s[i][j]);
+  SQ_UNROLL for (int i = 0; i < ROWS; i++) SQ_UNROLL for (int j = 0; j < N; j++) store(Cm + i * ldc + VL * j, s[i][j]);
 }
 
-// One strip of R rows across `vectors` vectors of columns.
-template <int R>
+// One strip of ROWS rows across `vectors` vectors of columns.
+template <int ROWS>
 static __attribute__((noinline)) void strip(long vectors, long K, const float* A, long ai, long ak, const float* B,
                                             long ldb, float* Cm, long ldc, Start start, const float* by) {
   long j = 0;
-  for (; j + NV <= vectors; j += NV) tile<R, NV>(K, A, ai, ak, B + j * VL, ldb, Cm + j * VL, ldc, start, by);
-  for (; j < vectors; j++) tile<R, 1>(K, A, ai, ak, B + j * VL, ldb, Cm + j * VL, ldc, start, by);
+  for (; j + NV <= vectors; j += NV) tile<ROWS, NV>(K, A, ai, ak, B + j * VL, ldb, Cm + j * VL, ldc, start, by);
+  for (; j < vectors; j++) tile<ROWS, 1>(K, A, ai, ak, B + j * VL, ldb, Cm + j * VL, ldc, start, by);
 }
 
 SQ_INLINE void strip_of(int rows, long vectors, long K, const float* A, long ai, long ak, const float* B, long ldb,

@@ -1,11 +1,11 @@
 // Compiled once per instruction set (see CMakeLists.txt): SQ_NS names the namespace, SQ_VL the lanes.
-#include "hybrid_backward.h"
-#include "hybrid_decode.h"
+#include "backward.h"
+#include "forward.h"
+#include "step.h"
 
 namespace SQ_NS {
 
 extern const SqKernels kernels;
-const SqKernels kernels = {forward,        backward,        decode,        project_only,
-                           hybrid_forward, hybrid_backward, hybrid_decode};
+const SqKernels kernels = {forward, backward, step, project_only};
 
 }  // namespace SQ_NS

@@ -112,12 +112,12 @@ struct Pairs {
   uint32_t *features, *values, *state, *scores;
 };
 
-SQ_INLINE long product_floats(const SqProblem& pr, long lds) {
+SQ_INLINE long product_floats(const SqCall& pr, long lds) {
   const long M = round_up(pr.features, 2);
   return round_up(M * LD, 16) + round_up(C / 2 * lds, 16) + round_up(M / 2 * lds, 16) + round_up(C / 2 * LD, 16);
 }
 
-SQ_INLINE Pairs pairs_in(const Work& w, const SqProblem& pr, long lds) {
+SQ_INLINE Pairs pairs_in(const Work& w, const SqCall& pr, long lds) {
   const long M = round_up(pr.features, 2);
   uint32_t* p = (uint32_t*)w.products;
   Pairs x = {p, nullptr, nullptr, nullptr};
@@ -132,7 +132,7 @@ SQ_INLINE Pairs pairs_in(const Work& w, const SqProblem& pr, long lds) {
 
 // S += phi V, z += sum phi, like `accumulate`.
 static void update_state(const Head& hd, const Work& w, const State& st, const Chunk& ch) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const Pairs x = pairs_in(w, pr, hd.lds);
   const long vectors = value_vectors(pr), n = round_up(ch.n, 2);
   pack_columns(ch.phi, pr.features, n, LD, x.features);  // lanes beyond the last token hold 0
@@ -148,13 +148,13 @@ static void absorb_chunk(const Head& hd, const Work& w, const State& st, const C
 
 // The state as `read_state` wants it; once for all chunks that read it.
 static void begin_read(const Head& hd, const Work& w, const State& st) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   pack_rows(st.S, pr.features, value_vectors(pr), hd.lds, pairs_in(w, pr, hd.lds).state);
 }
 
 // w.out[n][lds] = a^T S for the packed state.
 static void read_state(const Head& hd, const Work& w, const State&, const float* a, long n) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const Pairs x = pairs_in(w, pr, hd.lds);
   pack_rows(a, pr.features, vectors_for(n), LD, x.features);
   pair_gemm(n, value_vectors(pr), (pr.features + 1) / 2, x.features, 1, LD, x.state, hd.lds, w.out, hd.lds, false);
@@ -162,7 +162,7 @@ static void read_state(const Head& hd, const Work& w, const State&, const float*
 
 // w.out[n][lds] += scores V, panel by panel of queries.
 static void weigh_values(const Head& hd, const Work& w, const Chunk& ch, const float* scores) {
-  const SqProblem& pr = *hd.pr;
+  const SqCall& pr = *hd.pr;
   const Pairs x = pairs_in(w, pr, hd.lds);
   pack_rows(ch.values, ch.lanes, value_vectors(pr), hd.lds, x.values);
   for (long p = 0; p * NV < ch.vectors; p++) {

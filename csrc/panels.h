@@ -4,7 +4,7 @@
 //   unpanel: X^T -> rows                                         put:     float32 rows -> rows of any dtype and stride
 #pragma once
 
-#include "problem.h"
+#include "call.h"
 #include "vec.h"
 
 namespace SQ_NS {
@@ -93,29 +93,29 @@ static void put(const SqTensor& x, long b, long h, long t0, long n, long dim, co
   }
 }
 
-// Rows that will be needed soon. They are asked for a few at a time and arrive while products are computed: a burst of
+// Rows to prefetch. Requests are issued a few at a time and arrive while products are computed: a burst of
 // requests would fill the processor's list of open ones and wait for memory as the loads themselves would.
-struct Ahead {
+struct Prefetch {
   const char* row;
-  long stride, rows, bytes;  // bytes from row to row; rows still to ask for; bytes in each
+  long stride, rows, bytes;  // bytes from row to row; rows still to request; bytes in each
 
-  void ask(long some) {
+  void issue(long some) {
     for (; some > 0 && rows > 0; some--, rows--, row += stride)
       for (long at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
   }
 };
 
 // Tokens [t0, t0 + n), as far as they exist.
-SQ_INLINE Ahead rows_ahead(const SqTensor& x, long b, long h, long t0, long n, long length, long dim) {
+SQ_INLINE Prefetch prefetch_rows(const SqTensor& x, long b, long h, long t0, long n, long length, long dim) {
   const long size = x.dtype == SQ_FLOAT32 ? 4 : 2, left = length - t0;
   return {(const char*)x.data + offset_of(x, b, h, t0) * size, (long)x.stride[2] * size,
           x.stride[3] != 1 ? 0 : left < n ? left : n, dim * size};
 }
 
 // What the next chunk reads, or this one writes.
-struct Soon {
-  Ahead first, second;
-  void ask(long some) { first.ask(some), second.ask(some); }
+struct Prefetches {
+  Prefetch first, second;
+  void issue(long some) { first.issue(some), second.issue(some); }
 };
 
 SQ_INLINE void transpose4(const float* a, long lda, float* b, long ldb) {

@@ -17,7 +17,7 @@
 #include <malloc.h>
 #endif
 
-#include "problem.h"
+#include "call.h"
 
 namespace {
 
@@ -45,7 +45,22 @@ struct Scratch {
   int64_t size = 0;
   ~Scratch() { sq_release(data); }
 };
-thread_local Scratch scratch;
+thread_local Scratch scratch, workspace;
+
+// What is kept between calls: fresh pages cost more than many a call, but one long input must not hold memory for ever.
+constexpr int64_t KEPT = int64_t(1) << 26;
+
+float* grown(Scratch& block, int64_t floats) {
+  if (floats > block.size) {
+    sq_release(block.data);
+    block.data = nullptr;
+    block.size = 0;
+    block.data = sq_allocate(floats + 64);
+    if (!block.data) return nullptr;
+    block.size = floats;
+  }
+  return block.data;
+}
 
 }  // namespace
 
@@ -67,16 +82,15 @@ void sq_release(float* memory) {
 #endif
 }
 
-float* sq_scratch(int64_t floats) {
-  if (floats > scratch.size) {
-    sq_release(scratch.data);
-    scratch.data = nullptr;
-    scratch.size = 0;
-    scratch.data = sq_allocate(floats + 64);
-    if (!scratch.data) return nullptr;
-    scratch.size = floats;
-  }
-  return scratch.data;
+float* sq_scratch(int64_t floats) { return grown(scratch, floats); }
+
+float* sq_workspace(int64_t floats) { return grown(workspace, floats); }
+
+void sq_workspace_done() {
+  if (workspace.size <= KEPT) return;
+  sq_release(workspace.data);
+  workspace.data = nullptr;
+  workspace.size = 0;
 }
 
 void sq_parallel(int64_t tasks, int64_t threads, SqBody body, void* context) {

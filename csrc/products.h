@@ -5,7 +5,7 @@
 
 namespace SQ_NS {
 
-SQ_INLINE long product_floats(const SqProblem&, long) { return 0; }
+SQ_INLINE long product_floats(const SqCall&, long) { return 0; }
 
 // Called before a state is read, once for all chunks that read it.
 SQ_INLINE void begin_read(const Head&, const Work&, const State&) {}

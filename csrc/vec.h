@@ -57,7 +57,7 @@ SQ_INLINE vf load(const float* p) { return *(const vf_mem*)p; }
 SQ_INLINE void store(float* p, vf v) { *(vf_mem*)p = v; }
 
 // To an aligned place, past the caches: what was there is not read first, and nothing else is pushed out for it.
-SQ_INLINE void store_past_caches(float* p, vf v) {
+SQ_INLINE void store_non_temporal(float* p, vf v) {
 #if SQ_VL == 16 && defined(__AVX512F__)
   _mm512_stream_ps(p, (__m512)v);
 #elif SQ_VL == 8 && defined(__AVX2__)
@@ -70,7 +70,7 @@ SQ_INLINE void store_past_caches(float* p, vf v) {
 }
 
 // Such stores are not ordered with others: before anybody else may read them.
-SQ_INLINE void end_past_caches() {
+SQ_INLINE void end_non_temporal() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif

@@ -28,8 +28,7 @@ def main() -> None:
         q, k = 0.5 * torch.randn(2, 1, 2, given.length, 32, generator=generator)
     for features in (64, 256):
         forecast = sq.predict_error(q, k, "performer", num_features=features)
-        trust = "the formula holds here" if forecast.reliable else "outside the region where the formula holds"
-        print(f"performer with {features} features: expected error {forecast.error:.3f} ({trust})")
+        print(f"performer with {features} features: expected error {forecast.error:.3f} ({forecast.method})")
     print(sq.plan(q, k, target_error=given.target_error))
 
 

@@ -32,10 +32,8 @@ def tensor(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, size: float) -
     return (x * size).to(dtype)
 
 
-@settings(max_examples=400)
-@given(st.data())
-def test_attention_answers_or_refuses(data: Any) -> None:
-    draw = data.draw
+def _checked_call(draw: Any) -> bool:
+    """One random call: refused with a reason (False), or an output that can be one (True)."""
     name, variant = draw(st.sampled_from(CASES))
     groups, kv_heads = draw(st.sampled_from([1, 1, 2])), draw(st.integers(1, 2))
     batch, width, value_width = draw(st.integers(1, 2)), draw(st.sampled_from([2, 8, 12, 16])), draw(st.integers(1, 9))
@@ -57,20 +55,34 @@ def test_attention_answers_or_refuses(data: Any) -> None:
         out = attend(q, k, v, is_causal=is_causal, key_mask=mask).detach()
     except REFUSALS as error:
         assert len(str(error)) > 20, f"{name} {variant}: {error!r} says too little"
-        return
+        return False
     except RuntimeError as error:
         assert "needs calibration" in str(error)  # there was not a single token to calibrate on
-        return
+        return False
     assert out.shape == (batch, groups * kv_heads, queries, value_width)
     assert out.dtype == v.dtype
     if attend.signed or not out.numel():
-        return
+        return True
     assert out.isfinite().all(), f"{name} {variant}"
-    if name in ("efficient", "separable-linformer", "linformer", "nystrom"):
-        return  # weights of these need not sum to one, or mix values with signs
-    # Non-negative weights that sum to one, or no key at all: an output lies between the values and 0.
-    bound = float(v.float().abs().max()) if v.numel() else 0.0
-    assert float(out.float().abs().max()) <= bound * (1 + 2e-2) + 1e-6, f"{name} {variant}"
+    # Elsewhere weights need not sum to one, or mix values with signs.
+    if name not in ("efficient", "separable-linformer", "linformer", "nystrom"):
+        # Non-negative weights that sum to one, or no key at all: an output lies between the values and 0.
+        bound = float(v.float().abs().max()) if v.numel() else 0.0
+        assert float(out.float().abs().max()) <= bound * (1 + 2e-2) + 1e-6, f"{name} {variant}"
+    return True
+
+
+def test_attention_answers_or_refuses() -> None:
+    """And answers more often than not: a library that refused everything would pass otherwise."""
+    answered = []
+
+    @settings(max_examples=400)
+    @given(st.data())
+    def calls(data: Any) -> None:
+        answered.append(_checked_call(data.draw))
+
+    calls()
+    assert sum(answered) >= 0.6 * len(answered), f"{sum(answered)} of {len(answered)} calls were answered"
 
 
 @settings(max_examples=150)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,18 +35,43 @@ def test_import_loads_no_heavy_part_of_torch(added: set[str]) -> None:
     assert sorted(name for name in added if name.startswith(tuple(HEAVY))) == []
 
 
-@pytest.mark.parametrize("room", LAZY)
-def test_optional_rooms_are_lazy(added: set[str], room: str) -> None:
-    assert sorted(name for name in added if name == f"subquad.{room}" or name.startswith(f"subquad.{room}.")) == []
+@pytest.mark.parametrize("package", LAZY)
+def test_optional_packages_are_lazy(added: set[str], package: str) -> None:
+    assert (
+        sorted(name for name in added if name == f"subquad.{package}" or name.startswith(f"subquad.{package}.")) == []
+    )
 
 
-def test_a_lazy_room_loads_on_first_use() -> None:
+def test_a_lazy_package_loads_on_first_use() -> None:
     assert "subquad.lab.measure" in modules_after("import subquad; subquad.lab.machine")
 
 
 def test_the_command_line_module_needs_no_typer() -> None:
     loaded = modules_after("sys.modules['typer'] = None; sys.modules['rich'] = None; import subquad.cli")
     assert "subquad.cli" in loaded
+
+
+def test_without_numpy_nothing_is_said() -> None:
+    code = "import sys; sys.modules['numpy'] = None; import subquad"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "statement", "extra"),
+    [
+        ("safetensors", "import subquad.train", "train"),
+        ("accelerate", "from subquad.train.distributed import Workers; Workers('no', 'cpu')", "train"),
+        ("PIL", "from subquad.tasks.image_files import read_images; read_images('.', 'train')", "train"),
+        ("tensorboard", "from subquad.train.records import Records; Records(Path('x'), 0, tensorboard=True)", "train"),
+        ("matplotlib", "from subquad.train.curves import draw_page; draw_page({}, Path('x'))", "lab"),
+    ],
+)
+def test_a_missing_package_names_the_extra(missing: str, statement: str, extra: str, tmp_path: Path) -> None:
+    (tmp_path / "picture.png").touch()
+    code = f"import sys; from pathlib import Path; sys.modules[{missing!r}] = None\n{statement}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert f'which is not installed: pip install "subquad[{extra}]"' in done.stderr
 
 
 def test_an_unknown_attribute_is_an_attribute_error() -> None:

@@ -124,6 +124,20 @@ def test_a_required_native_build_does_not_fall_back(tmp_path: Path) -> None:
         build("wheel", ROOT, tmp_path / "dist", environment)
 
 
+def test_the_sdist_holds_files_of_the_repository_only(tmp_path: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("which files belong to the repository is known in a clone alone")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    new = ["git", "ls-files", "--others", "--exclude-standard"]  # being worked on: not stray
+    tracked += subprocess.run(new, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        found = {one.name.split("/", 1)[1] for one in archive.getmembers() if one.isfile() or one.issym()}
+    assert found - set(tracked) == {"PKG-INFO"}
+    assert not any(name.startswith((".ci", ".github", ".coverage")) for name in found)
+
+
 @pytest.mark.deep
 def test_the_sdist_is_complete_and_builds_a_working_wheel(tmp_path: Path) -> None:
     sdist = build("sdist", ROOT, tmp_path / "sdist")

@@ -160,15 +160,17 @@ def test_a_step_does_not_change_the_callers_state():
     q, k, v = _inputs()
     _, state = attn.scan(q, k, v)
     kept = state.weighted.clone()
-
-    def mutating_step(weighted):
-        weighted += 1.0
-        return weighted
-
-    attn.scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+    token = [x[:, :, :1] for x in (q, k, v)]
+    _, after = attn.scan(*token, state)
     assert torch.equal(state.weighted, kept)
-    mutating_step(state.weighted)
-    assert not torch.equal(state.weighted, kept)
+
+    def in_place(weighted, k, v):
+        """S += phi(k) v^T, as published decoders do it."""
+        return weighted.add_(attn.feature_map.keys(k, 1.0).values.mT @ v)
+
+    changed = in_place(state.weighted, *token[1:])
+    assert torch.allclose(changed, after.weighted, atol=1e-5)  # the same step
+    assert not torch.equal(state.weighted, kept)  # and the caller's state is gone
 
 
 def test_forms_do_not_differ_in_their_defaults():

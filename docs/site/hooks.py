@@ -35,7 +35,10 @@ def _facts(name: str) -> str:
         ("paper", about["paper"]),
         ("cost", _code(about["complexity"])),
         ("causal", _yes(about["causal"])),
-        ("token by token, in constant memory", "no, its state grows" if about["exact"] else _yes(about["recurrent"])),
+        (
+            "token by token, in constant memory",
+            "no, its state grows" if about["recurrent"] > about["constant_memory"] else _yes(about["constant_memory"]),
+        ),
         ("options", options),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| **{key}** | {value} |" for key, value in rows)])
@@ -69,7 +72,7 @@ def _catalogue() -> str:
     lines = ["| mechanism | causal | constant-memory state | weights | paper |", "|---|---|---|---|---|"]
     for name in sq.list_mechanisms():
         about = sq.describe(name)
-        state = _yes(about["recurrent"] and not about["exact"])
+        state = _yes(about["constant_memory"])
         weights = _code(about["equation"])
         lines.append(f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | {weights} | {about['paper']} |")
     return "\n".join(lines)

@@ -25,7 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linformer": {"length": max(LENGTHS), "rank": 128},
     "taylor": {"degree": 1, "center": True},
     "performer": {"num_features": 256, "center": True, "seed": 0},
-    **{name: {"seed": 0} for name in ("lsh", "clustered", "improved-clustered")},
+    **{name: {"seed": 0} for name in ("lsh", "clustered", "improved-clustered", "multipole")},
 }
 
 

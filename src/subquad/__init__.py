@@ -13,11 +13,16 @@ True
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
-from .mechanisms import Mechanism, attention, create, describe, list_mechanisms
-from .state import merge
+
+with warnings.catch_warnings():
+    # torch says so on import where numpy is missing; nothing that needs torch alone needs numpy.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    from .mechanisms import Mechanism, attention, create, describe, list_mechanisms
+    from .state import merge
 
 if TYPE_CHECKING:
     from .planning.choice import plan

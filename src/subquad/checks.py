@@ -23,6 +23,7 @@ __all__ = [
     "check_queries",
     "check_scale",
     "describe_shape",
+    "missing_package",
     "nearest",
     "refuse_attn_mask",
     "refuse_causal",
@@ -195,4 +196,15 @@ def refuse_causal(name: str, reason: str) -> NoReturn:
     raise ValueError(
         f"{name} cannot be causal: {reason}. Choose one of list_mechanisms(causal=True), for example 'performer' or "
         "'hybrid', or call it with is_causal=False"
+    )
+
+
+def missing_package(what: str, package: str, extra: str) -> ModuleNotFoundError:
+    """The error to raise where a package of an extra is not installed.
+
+    >>> print(missing_package("reading wav files", "soundfile", "train"))
+    reading wav files needs soundfile, which is not installed: pip install "subquad[train]"
+    """
+    return ModuleNotFoundError(
+        f'{what} needs {package}, which is not installed: pip install "subquad[{extra}]"', name=package
     )

@@ -1,4 +1,4 @@
-"""The state of kernelised attention: what remains of the past, in constant memory.
+"""The state of attention: what remains of the past, in constant memory. A window, sinks, and sums for the rest:
 
     S = sum_j phi(k_j) v_j^T,     z = sum_j phi(k_j),     out(q) = (phi(q)^T S) / (phi(q)^T z)
 
@@ -12,8 +12,8 @@ cached once and a sequence can be cut over machines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +21,25 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .checks import describe_shape
-from .features.base import Features, exp_, weigh
+from .features.base import FeatureMap, Features, exp_, weigh
 from .features.precision import compute_dtype
 
 __all__ = [
-    "LinearState",
     "Partial",
+    "State",
+    "Sums",
+    "Tokens",
     "check_continues",
     "check_fits",
     "check_same",
     "finite",
     "join",
+    "masked",
     "merge",
     "register_state",
     "row_weights",
     "safe_divide",
+    "take",
 ]
 
 
@@ -103,53 +107,33 @@ def join(a: Partial, b: Partial) -> Partial:
     )
 
 
-@dataclass(frozen=True)
-class LinearState:
-    """What a kernelised mechanism remembers. Make one with `mechanism.scan` or `mechanism.absorb`.
+class Sums(NamedTuple):
+    """The far part of a state: what remains of keys that are known by their features only.
 
     weighted:   (B, H, M, E)  S e^{-c}
     normaliser: (B, H, M)     z e^{-c}
     log_max:    (B, H, M) or (B, H, 1)   c; -inf before the first key
-    count:      (B,) int64    how many real keys were absorbed
-    origin:     which mechanism, draw and scale the features came from
     """
 
     weighted: Tensor
     normaliser: Tensor
     log_max: Tensor
-    count: Tensor
-    origin: str = ""
 
     @staticmethod
-    def empty(
-        batch: int, heads: int, features: int, width: int, like: Tensor, *, per_key_scale: str, origin: str = ""
-    ) -> LinearState:
-        """A state that has seen nothing, on `like`'s device, in `like`'s dtype but never below float32."""
+    def empty(batch: int, heads: int, features: int, width: int, like: Tensor, *, per_key_scale: str) -> Sums:
+        """Sums of nothing, on `like`'s device, in `like`'s dtype but never below float32."""
         dtype = compute_dtype(like)
         columns = features if per_key_scale == "feature" else 1
         # Maps without a log scale never shift: their c is 0 from the start.
         start = 0.0 if per_key_scale == "none" else float("-inf")
-        return LinearState(
+        return Sums(
             weighted=like.new_zeros((batch, heads, features, width), dtype=dtype),
             normaliser=like.new_zeros((batch, heads, features), dtype=dtype),
             log_max=like.new_full((batch, heads, columns), start, dtype=dtype),
-            count=like.new_zeros((batch,), dtype=torch.int64),
-            origin=origin,
         )
 
-    @staticmethod
-    def of(tensors: Sequence[Tensor], origin: str) -> LinearState:
-        """The state whose `tensors` these are."""
-        weighted, normaliser, log_max, count = tensors
-        return LinearState(weighted, normaliser, log_max, count, origin)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """weighted, normaliser, log_max, count."""
-        return self.weighted, self.normaliser, self.log_max, self.count
-
-    def absorb(self, keys: Features, v: Tensor, count: Tensor | int) -> LinearState:
-        """The state after further tokens: keys (B, H, L, M), v (B, H, L, E). Masked keys have features of weight 0."""
+    def absorb(self, keys: Features, v: Tensor) -> Sums:
+        """With further tokens: keys (B, H, L, M), v (B, H, L, E). Masked keys have features of weight 0."""
         if keys.log_scale is None:
             weights, rho = weigh(keys, None), None
             log_max = self.log_max
@@ -164,7 +148,7 @@ class LinearState:
         else:
             weighted = torch.addcmul(weighted, self.weighted, rho.unsqueeze(-1))
             normaliser = torch.addcmul(normaliser, self.normaliser, rho)
-        return LinearState(weighted, normaliser, log_max, self.count + count, self.origin)
+        return Sums(weighted, normaliser, log_max)
 
     def partial(self, queries: Features) -> Partial:
         """Numerator (B,H,L,E), normaliser (B,H,L) and the log shift (B,H,L) both were divided by, per query."""
@@ -174,33 +158,176 @@ class LinearState:
         normaliser = (weights * self.normaliser.unsqueeze(-2)).sum(-1)
         return Partial(numerator, normaliser, shift)
 
-    def read(self, queries: Features) -> Tensor:
-        """out (B, H, L, E) for query features (B, H, L, M): every absorbed key is visible to every query."""
-        return self.partial(queries).finish()
-
-    def merge(self, later: LinearState) -> LinearState:
-        """The state of this context followed by `later`'s."""
-        check_same(self, later)
+    def merge(self, later: Sums) -> Sums:
+        """The sums of both."""
         log_max = torch.maximum(self.log_max, later.log_max)
         mine, theirs = torch.exp(self.log_max - finite(log_max)), torch.exp(later.log_max - finite(log_max))
-        return LinearState(
+        return Sums(
             self.weighted * mine.unsqueeze(-1) + later.weighted * theirs.unsqueeze(-1),
             self.normaliser * mine + later.normaliser * theirs,
             log_max,
-            self.count + later.count,
-            self.origin,
         )
 
-    def to(self, *args: Any, **kwargs: Any) -> LinearState:
-        """The same state on another device; the dtype of the sums is kept at float32 or above."""
-        moved = [tensor.to(*args, **kwargs) if tensor.is_floating_point() else tensor for tensor in self.tensors]
-        least = compute_dtype(moved[0])
-        moved = [tensor.to(moved[0].device, least if tensor.is_floating_point() else None) for tensor in moved]
-        return LinearState.of(moved, self.origin)
 
-    def detach(self) -> LinearState:
+class Tokens(NamedTuple):
+    """Keys (B, H, N, D) and values (B, H, N, E) that a state holds as they are."""
+
+    k: Tensor
+    v: Tensor
+
+    def take(self, index: Tensor) -> Tokens:
+        """The tokens at the places index (B, M)."""
+        return Tokens(take(self.k, index), take(self.v, index))
+
+    def followed_by(self, k: Tensor, v: Tensor) -> Tokens:
+        """These, then the given ones in the same dtype."""
+        return Tokens(torch.cat([self.k, k.to(self.k.dtype)], 2), torch.cat([self.v, v.to(self.v.dtype)], 2))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x (B, H, N, C) at the places index (B, M), or (1, M) for all sequences alike -> (B, H, M, C)."""
+    return x.gather(2, index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[-1]))
+
+
+@dataclass(frozen=True)
+class State:
+    """What attention remembers in constant memory. Make one with `mechanism.scan` or `mechanism.absorb`; immutable.
+
+    count:  (B,) int64, real tokens so far; the rank of a token is how many real ones came before it
+    far:    Sums of the tokens that are known by their features only, or None
+    window: the newest W tokens, the last one in the last place, or None. Rank count - W + i stands in place i: places
+            of negative rank are empty
+    sinks:  the first N tokens, place i empty unless i < count, or None
+    origin: which mechanism, draw and scale made it
+    feature_map, scale: phi of the far part, where a merge has to turn window tokens into features
+
+    A token enters the window when it is seen, also if it is one of the sinks; it joins the far sums when it leaves the
+    window, unless it is a sink. So a token has one weight: as a sink, in the window, or far.
+    """
+
+    count: Tensor
+    far: Sums | None = None
+    window: Tokens | None = None
+    sinks: Tokens | None = None
+    origin: str = ""
+    feature_map: FeatureMap | None = field(default=None, repr=False, compare=False)
+    scale: float = 1.0
+
+    @property
+    def weighted(self) -> Tensor:
+        """(B, H, M, E): the far sums of values."""
+        assert self.far is not None
+        return self.far.weighted
+
+    @property
+    def normaliser(self) -> Tensor:
+        """(B, H, M): the far sums of features."""
+        assert self.far is not None
+        return self.far.normaliser
+
+    @property
+    def log_max(self) -> Tensor:
+        """(B, H, M) or (B, H, 1): the shift of both."""
+        assert self.far is not None
+        return self.far.log_max
+
+    def holds(self) -> Tensor:
+        """A tensor (B, H, ., E) that shows the batch, KV heads, value width and dtype of the state."""
+        if self.far is not None:
+            return self.far.weighted
+        assert self.window is not None
+        return self.window.v
+
+    def ranks(self, tokens: int) -> Tensor:
+        """(B, W + tokens): the ranks of the places in the window and of the tokens that follow it."""
+        assert self.window is not None
+        window = self.window.k.shape[2]
+        return self.count[:, None] + torch.arange(-window, tokens, device=self.count.device)
+
+    def extend(self, k: Tensor, v: Tensor, new: Tensor | int) -> State:
+        """Window, sinks and count after tokens k (B, H, L, D), v (B, H, L, E), of which the first `new` (B,) are real.
+
+        The far sums are left as they are: whoever computes adds the tokens that leave the window.
+        """
+        count = self.count + new
+        window, sinks, length = self.window, self.sinks, k.shape[2]
+        if sinks is not None and sinks.k.shape[2]:
+            # Places of [sinks so far | new tokens]; those beyond the last token are empty, whatever is put there.
+            number = sinks.k.shape[2]
+            place = torch.arange(number, device=k.device)
+            first = torch.where(place < self.count[:, None], place, number + place - self.count[:, None])
+            first = first.clamp(max=number + min(number, length) - 1)
+            sinks = sinks.followed_by(k[:, :, :number], v[:, :, :number]).take(first)
+        if window is not None and window.k.shape[2]:
+            size = window.k.shape[2]
+            if isinstance(new, int) and new == length:
+                # New storage of the size of the window: a slice would keep all tokens of a long prefill alive.
+                old = Tokens(*(x[:, :, min(length, size) :] for x in window))
+                window = old.followed_by(*(x[:, :, max(length - size, 0) :] for x in (k, v)))
+            else:
+                newest = torch.as_tensor(new, device=k.device).view(-1, 1) + torch.arange(size, device=k.device)
+                window = window.followed_by(k, v).take(newest)
+        return replace(self, count=count, window=window, sinks=sinks)
+
+    def merge(self, later: State) -> State:
+        """This context followed by `later`'s: the newest W and the first N tokens of both, and the rest far."""
+        check_same(self, later)
+        count = self.count + later.count
+        far = self.far if later.far is None or self.far is None else self.far.merge(later.far)
+        if self.window is None or later.window is None or self.sinks is None or later.sinks is None:
+            return replace(self, count=count, far=far)
+        window, number = self.window.k.shape[2], self.sinks.k.shape[2]
+        mine, theirs = self.count[:, None], later.count[:, None]
+        place, first = (torch.arange(n, device=count.device) for n in (window, number))
+        # `later` fills its own places from the right; what it leaves empty is shifted in from here.
+        newest = torch.where(place + theirs >= window, window + place, place + theirs)
+        sinks = torch.where(first < mine, first, number + first - mine)
+        if far is not None and window + number:
+            # Who becomes far: this window's oldest tokens, and those of `later`'s sinks that are no longer the first.
+            assert self.feature_map is not None
+            rank = mine - window + place
+            gone = (rank >= number) & (place < theirs)
+            displaced = (first + mine >= number) & (first < theirs - window)
+            tokens = self.window.followed_by(*later.sinks)
+            hidden = torch.cat([gone, displaced], 1).logical_not()[:, None, :, None]
+            keys = masked(self.feature_map.keys(tokens.k, self.scale), hidden)
+            far = far.absorb(keys, tokens.v.masked_fill(hidden, 0.0))
+        return replace(
+            self,
+            count=count,
+            far=far,
+            window=self.window.followed_by(*later.window).take(newest),
+            sinks=self.sinks.followed_by(*later.sinks).take(sinks),
+        )
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> State:
+        parts: dict[str, Any] = {"count": change(self.count)}
+        for name in ("far", "window", "sinks"):
+            part = getattr(self, name)
+            parts[name] = None if part is None else type(part)(*(change(x) for x in part))
+        return replace(self, **parts)
+
+    def to(self, *args: Any, **kwargs: Any) -> State:
+        """The same state on another device; floats are kept at float32 or above."""
+
+        def moved(x: Tensor) -> Tensor:
+            y = x.to(*args, **kwargs)
+            return y.to(compute_dtype(y)) if x.is_floating_point() else y.to(x.dtype)
+
+        return self._changed(moved)
+
+    def detach(self) -> State:
         """The same state, cut off from the graph: truncated back-propagation through time."""
-        return LinearState.of([tensor.detach() for tensor in self.tensors], self.origin)
+        return self._changed(Tensor.detach)
+
+
+def masked(features: Features, hidden: Tensor | None) -> Features:
+    """Features with weight 0 where `hidden` (broadcast over their last dimension)."""
+    if hidden is None:
+        return features
+    values = None if features.values is None else features.values.masked_fill(hidden, 0.0)
+    log_scale = None if features.log_scale is None else features.log_scale.masked_fill(hidden, float("-inf"))
+    return Features(values, log_scale)
 
 
 def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> None:
@@ -238,8 +365,8 @@ def check_fits(held: Tensor, tokens: Tensor, heads: int | None, width: int | Non
         )
 
 
-def check_same(earlier: Any, later: Any, same_shape: tuple[str, ...] = ("weighted", "log_max")) -> None:
-    """Refuse to merge states that do not continue each other: another kind, draw, or shape of these fields."""
+def check_same(earlier: Any, later: Any) -> None:
+    """Refuse to merge states that do not continue each other: another kind, draw, or shape."""
     if type(earlier) is not type(later):
         raise TypeError(
             f"merge: got a {type(earlier).__name__} and a {type(later).__name__}; "
@@ -251,10 +378,9 @@ def check_same(earlier: Any, later: Any, same_shape: tuple[str, ...] = ("weighte
             "Only states of one mechanism with the same seed, number of redraws and scale can be merged; "
             "absorb the tokens again with one of the two"
         )
-    for name in same_shape:
-        mine, theirs = getattr(earlier, name, None), getattr(later, name, None)
-        if mine is not None and theirs is not None and mine.shape != theirs.shape:
-            raise ValueError(f"merge: {name} differs in shape: {describe_shape(mine)} and {describe_shape(theirs)}")
+    if isinstance(earlier, State) and earlier.holds().shape != later.holds().shape:
+        mine, theirs = (describe_shape(x.holds()) for x in (earlier, later))
+        raise ValueError(f"merge: the states differ in batch, heads or value width: {mine} and {theirs}")
 
 
 def merge(earlier: Any, later: Any) -> Any:
@@ -277,18 +403,25 @@ def merge(earlier: Any, later: Any) -> Any:
 def register_state(cls: type, static: tuple[str, ...] = ("origin",)) -> None:
     """Make a state class a pytree, so that `vmap`, `torch.compile` and `torch.export` take it apart and rebuild it.
 
-    `static` fields are not tensors: they stay with the structure.
+    `static` fields are not tensors: they stay with the structure, and so do fields that are None.
     """
-    names = [field.name for field in fields(cls) if field.name not in static]
+    names = [f.name for f in fields(cls) if f.name not in static]
+
+    def present(state: Any) -> list[str]:
+        return [name for name in names if getattr(state, name) is not None]
 
     def flatten(state: Any) -> tuple[list[Any], Any]:
-        return [getattr(state, name) for name in names], tuple(getattr(state, name) for name in static)
+        there = present(state)
+        kept = tuple(getattr(state, name) for name in static)
+        return [getattr(state, name) for name in there], (tuple(there), kept)
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        return cls(**dict(zip(names, leaves, strict=True)), **dict(zip(static, context, strict=True)))
+        there, kept = context
+        return cls(**dict(zip(there, leaves, strict=True)), **dict(zip(static, kept, strict=True)))
 
     def flatten_with_keys(state: Any) -> tuple[list[Any], Any]:
-        return [(pytree.GetAttrKey(name), getattr(state, name)) for name in names], flatten(state)[1]
+        leaves, context = flatten(state)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
 
     pytree.register_pytree_node(
         cls,
@@ -299,4 +432,4 @@ def register_state(cls: type, static: tuple[str, ...] = ("origin",)) -> None:
     )
 
 
-register_state(LinearState)
+register_state(State, static=("origin", "feature_map", "scale"))

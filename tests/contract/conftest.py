@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 import subquad as sq
-from subquad.kernels import dispatch, native, native_library
-from subquad.mechanisms import MECHANISMS, Mechanism
-from subquad.mechanisms.hybrid import Hybrid
+from subquad import kernels, mechanisms
+from subquad.kernels import dispatch
+from subquad.kernels.checkpointing import tracing
+from subquad.kernels.native import library
+from subquad.kernels.operator import Call
+from subquad.mechanisms import COMBINED, MECHANISMS, Mechanism
+from subquad.mechanisms.kernelised import Kernelised
+from subquad.mechanisms.sparse import Sparse
+from subquad.mechanisms.windowed import Windowed
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Case:
 
     @property
     def cls(self) -> type[Mechanism]:
-        return MECHANISMS[self.name]
+        return EVERY[self.name]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,6 +52,22 @@ class Case:
     def id(self) -> str:
         text = ",".join(f"{key}={value}" for key, value in self.options.items() if key not in ("seed", "num_features"))
         return f"{self.name}[{text.replace(' ', '')}]{'' if self.backend is None else f' by {self.backend}'}"
+
+    @property
+    def seeded(self) -> bool:
+        """Whether it draws something by a seed of its own."""
+        return "seed" in self.cls.options()
+
+    @property
+    def leaks(self) -> bool:
+        """Whether its choices see later tokens, which is documented."""
+        return sq.create(self.name, 8, 2, **self.options).leaks_by_selection
+
+    @property
+    def scalable(self) -> bool:
+        """Whether scaling q and k is a scale: not where inputs were calibrated on, or keys have length 1."""
+        made = sq.create(self.name, 8, 2, **self.options)
+        return made.uses_keys and not made.uses_calibration
 
     @property
     def causal_modes(self) -> list[bool]:
@@ -90,25 +112,27 @@ class Case:
         return q, k, draw(batch, kv_heads or heads, keys, width)
 
 
+EVERY = {**MECHANISMS, **COMBINED}
 deep = pytest.mark.deep
-CASES = [Case(name, index) for name, cls in MECHANISMS.items() for index in range(len(cls.CONTRACT_VARIANTS))]
+CASES = [Case(name, index) for name, cls in EVERY.items() for index in range(len(cls.CONTRACT_VARIANTS))]
 
 
 def _native(case: Case) -> bool:
     """Whether the native kernels take this variant, and no other one here asks them for the same."""
-    if not (case.cls.kernelised or case.name == "hybrid"):
+    if case.name == "multipole":
+        return True
+    if not issubclass(case.cls, (Kernelised, Windowed)):
         return False
     options = case.options
     # One matrix is as good as another to the kernels, and butterflies do not know what comes after them.
     fast = options.get("projection") == "hadamard" and options.get("features") in ("positive", "hyperbolic")
     if case.name == "performer" and options.get("projection", "orthogonal") != "orthogonal" and not fast:
         return False
-    if native_library.missing():
+    if library.missing():
         return case.index == 0  # enough to say why there are none
     made = case.make()
-    feature_map = (made.far if case.name == "hybrid" else made).feature_map
-    probe = torch.zeros(1, 1, 1, 8)
-    return not native.refusal(feature_map, probe, normalise=getattr(made, "normalise", True))
+    assert isinstance(made, (Kernelised, Windowed))
+    return not dispatch.BACKENDS["native"].refusal(made._spec(True), Call(1.0), torch.zeros(1, 1, 1, 8))
 
 
 CASES += [replace(case, backend="native") for case in CASES if _native(case)]
@@ -120,42 +144,73 @@ TRACED = [
 ]
 
 
+TRACED_MODES = [
+    pytest.param((case, is_causal), id=f"{case.id} {'causal' if is_causal else 'full'}", marks=given.marks)
+    for given in TRACED
+    for case in given.values
+    for is_causal in case.causal_modes  # type: ignore[union-attr]
+]
+
+
 @pytest.fixture(autouse=True)
 def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A native case has every call that names no backend computed by the native kernels, or refused by them."""
     given = getattr(request.node, "callspec", None)
-    case = next((x for x in given.params.values() if isinstance(x, Case)), None) if given else None
+    values = [x[0] if isinstance(x, tuple) else x for x in given.params.values()] if given else []
+    case = next((x for x in values if isinstance(x, Case)), None)
     if case is None or case.backend is None:
         return
-    reason = native_library.missing()
+    reason = library.missing()
     if reason:
         if os.environ.get("SUBQUAD_REQUIRE_NATIVE"):
             pytest.fail(reason)
         pytest.skip(reason)
-    choose, choose_hybrid = dispatch.choose_backend, Hybrid._backend
 
-    def chosen(backend: str | None, *args: Any, **named: Any) -> Any:
-        return choose(case.backend if backend is None else backend, *args, **named)
+    choose = dispatch.choose
 
-    def chosen_hybrid(self: Hybrid, backend: str | None, *args: Any) -> str:
-        return choose_hybrid(self, case.backend if backend is None else backend, *args)
+    def chosen(backends: Any, spec: Any, call: Call, *args: Any) -> Any:
+        return choose(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
-    monkeypatch.setattr(dispatch, "choose_backend", chosen)
-    monkeypatch.setattr(Hybrid, "_backend", chosen_hybrid)
+    monkeypatch.setattr(dispatch, "choose", chosen)
+    monkeypatch.setattr(mechanisms.multipole, "choose", chosen)
+    own = kernels.multipole.reference.choose
+
+    def same_choices(spec: Any, call: Call, q: Tensor, *args: Any) -> Any:
+        """The oracle takes the clusters and the selection of the kernels that it is compared with."""
+        return (own if tracing(q) else kernels.multipole.native.choose)(spec, call, q, *args)
+
+    monkeypatch.setattr(kernels.multipole.reference, "choose", same_choices)
+
+
+FIXTURES: dict[str, list[Any]] = {
+    "case": CASES,
+    "traced_case": TRACED,
+    "traced_mode": TRACED_MODES,
+    # Input is checked before options matter: one case per mechanism.
+    "first_case": [case for case in CASES if case.index == 0],
+    "first_recurrent_case": [case for case in CASES if case.index == 0 and case.cls.recurrent],
+    # Tensors without data have no bytes that a compiled loop could read.
+    "first_torch_case": [case for case in CASES if case.index == 0 and case.backend is None],
+    "parallel_case": [case for case in CASES if not case.cls.recurrent],
+    "seeded_case": [case for case in CASES if case.seeded],
+    "seeded_recurrent_case": [case for case in CASES if case.seeded and case.cls.recurrent],
+    "cross_case": [case for case in CASES if case.make().cross],
+    "scalable_case": [case for case in CASES if case.scalable],
+    # Finite differences need float64; for the native kernels the definition's gradient stands in their place.
+    "float64_case": [case for case in CASES if case.backend is None],
+    "causal_case": [case for case in CASES if case.cls.causal],
+    "blind_case": [case for case in CASES if case.cls.causal and not case.leaks],
+    "leaking_case": [case for case in CASES if case.cls.causal and case.leaks],
+    "two_sided_case": [case for case in CASES if not case.cls.causal],
+    "recurrent_case": [case for case in CASES if case.cls.recurrent],
+    # Where a token's place among the others counts.
+    "placed_case": [case for case in CASES if issubclass(case.cls, (Windowed, Sparse))],
+    "kernelised_case": [case for case in CASES if case.cls.kernelised],
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for fixture, cases in (
-        ("case", CASES),
-        ("traced_case", TRACED),
-        # Input is checked before options matter: one case per mechanism.
-        ("first_case", [case for case in CASES if case.index == 0]),
-        # Finite differences need float64; for the native kernels the definition's gradient stands in their place.
-        ("float64_case", [case for case in CASES if case.backend is None]),
-        ("causal_case", [case for case in CASES if case.cls.causal]),
-        ("recurrent_case", [case for case in CASES if case.cls.recurrent]),
-        ("kernelised_case", [case for case in CASES if case.cls.kernelised]),
-    ):
+    for fixture, cases in FIXTURES.items():
         if fixture in metafunc.fixturenames:
-            ids = None if cases is TRACED else [case.id for case in cases]
+            ids = None if cases in (TRACED, TRACED_MODES) else [case.id for case in cases]
             metafunc.parametrize(fixture, cases, ids=ids)

@@ -6,11 +6,8 @@ import torch
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("change", ["scaled last key", "huge later tokens", "other later tokens"])
-def test_the_future_is_not_seen(causal_case, dtype, tolerance, change):
-    attn, (q, k, v) = causal_case.make(), causal_case.inputs(length=80, dtype=dtype)
-    if attn.leaks_by_selection:
-        assert "leak" in (type(attn).__doc__ or "")  # it says so, and its own tests measure how much
-        return
+def test_the_future_is_not_seen(blind_case, dtype, tolerance, change):
+    attn, (q, k, v) = blind_case.make(), blind_case.inputs(length=80, dtype=dtype)
     q2, k2, v2 = q.clone(), k.clone(), v.clone()
     first = 50
     if change == "scaled last key":
@@ -23,7 +20,7 @@ def test_the_future_is_not_seen(causal_case, dtype, tolerance, change):
         for x in (q2, k2, v2):
             x[:, :, first:] = x[:, :, first:].flip(-1) + 1
     before, after = attn(q, k, v, is_causal=True), attn(q2, k2, v2, is_causal=True)
-    assert (before - after)[:, :, :first].abs().max() <= max(tolerance, causal_case.rounding) * max(
+    assert (before - after)[:, :, :first].abs().max() <= max(tolerance, blind_case.rounding) * max(
         1.0, before[:, :, :first].abs().max().item()
     )
     if change != "scaled last key" or attn.uses_keys:
@@ -46,12 +43,17 @@ def test_causal_needs_as_many_queries_as_keys(causal_case):
         attn(q, k, v, is_causal=True)
 
 
-def test_what_cannot_be_causal_says_why(case):
-    if case.cls.causal:
-        assert not case.cls.causal_refusal
-        return
-    attn, (q, k, v) = case.make(), case.inputs(length=10)
+def test_what_leaks_says_so(leaking_case):
+    assert "leak" in (leaking_case.cls.__doc__ or "")  # its own tests measure how much
+
+
+def test_what_can_be_causal_has_no_reason_not_to_be(causal_case):
+    assert not causal_case.cls.causal_refusal
+
+
+def test_what_cannot_be_causal_says_why(two_sided_case):
+    attn, (q, k, v) = two_sided_case.make(), two_sided_case.inputs(length=10)
     with pytest.raises(ValueError, match="cannot be causal") as raised:
         attn(q, k, v, is_causal=True)
-    assert case.cls.causal_refusal
-    assert case.cls.causal_refusal in str(raised.value)
+    assert two_sided_case.cls.causal_refusal
+    assert two_sided_case.cls.causal_refusal in str(raised.value)

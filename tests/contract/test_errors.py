@@ -54,10 +54,9 @@ def test_wrong_scale(first_case, scale):
         attn(q, k, v, scale=scale)
 
 
-def test_a_state_of_another_dtype_device_or_batch(first_case):
-    if not first_case.cls.recurrent:
-        return
-    attn, (q, k, v) = first_case.make(), first_case.inputs(length=6, dtype=torch.float32)
+def test_a_state_of_another_dtype_device_or_batch(first_recurrent_case):
+    case = first_recurrent_case
+    attn, (q, k, v) = case.make(), case.inputs(length=6, dtype=torch.float32)
     _, state = attn.scan(q, k, v)
     with pytest.raises(ValueError, match=r"the state is torch.float32, tokens of torch.float64 need one of"):
         attn.scan(q.double(), k.double(), v.double(), state)
@@ -67,7 +66,7 @@ def test_a_state_of_another_dtype_device_or_batch(first_case):
         attn.scan(q[:1], k[:1], v[:1], state)
     with pytest.raises((ValueError, NotImplementedError), match=r"the state has \(batch|has no absorb/read"):
         attn.read(q[:1], state)
-    if not first_case.cls.exact:  # a key-value cache holds the tokens themselves
+    if case.cls.constant_memory:  # the others hold the tokens themselves
         out, _ = attn.scan(q.bfloat16(), k.bfloat16(), v.bfloat16(), state)
         assert out.dtype == torch.bfloat16
 
@@ -107,13 +106,17 @@ def test_states_of_others_are_refused(recurrent_case):
         attn.scan(q, k, v, {"weighted": 1})
     with pytest.raises(ValueError, match="state"):
         attn.scan(q, k, v, state, scale=0.123)
-    if "seed" in recurrent_case.cls.options():
-        attn.redraw()
-        with pytest.raises(ValueError, match="draw"):
-            attn.scan(q, k, v, state)
-        _, other = attn.scan(q, k, v)
-        with pytest.raises(ValueError, match="different features"):
-            sq.merge(state, other)
+
+
+def test_states_of_another_draw_are_refused(seeded_recurrent_case):
+    attn, (q, k, v) = seeded_recurrent_case.make(), seeded_recurrent_case.inputs(length=6)
+    _, state = attn.scan(q, k, v)
+    attn.redraw()
+    with pytest.raises(ValueError, match="draw"):
+        attn.scan(q, k, v, state)
+    _, other = attn.scan(q, k, v)
+    with pytest.raises(ValueError, match="different features"):
+        sq.merge(state, other)
 
 
 def test_states_of_other_shapes_are_refused(recurrent_case):

@@ -89,9 +89,7 @@ def test_states_survive_flattening(recurrent_case):
     assert torch.equal(attn.scan(q, k, v, again)[0], attn.scan(q, k, v, state)[0])
 
 
-def test_what_cannot_scan_says_so(case):
-    if case.cls.recurrent:
-        return
-    attn, (q, k, v) = case.make(), case.inputs(length=5)
+def test_what_cannot_scan_says_so(parallel_case):
+    attn, (q, k, v) = parallel_case.make(), parallel_case.inputs(length=5)
     with pytest.raises(NotImplementedError, match="recurrent=True"):
         attn.scan(q, k, v)

@@ -67,3 +67,16 @@ def test_not_even_nan_in_masked_keys_matters(first_case):
             out.sum().backward()
             used = (v2, *([k2] if attn.uses_keys else []))
             assert all(x.grad is not None and x.grad.isfinite().all() for x in used)
+
+
+def test_padding_takes_no_place_in_a_window(placed_case):
+    """A masked token is not there: the others stand as if it had never been, and its own output is 0."""
+    attn, (q, k, v) = placed_case.make(), placed_case.inputs(batch=1, length=41)
+    mask = torch.rand(1, 41, generator=torch.Generator().manual_seed(6)) > 0.3
+    mask[0, :2] = mask[0, 20:23] = False  # also in front, and a gap
+    real = mask[0].nonzero().flatten()
+    for is_causal in placed_case.causal_modes:
+        out = attn(q, k, v, is_causal=is_causal, key_mask=mask)
+        alone = attn(*(x[:, :, real] for x in (q, k, v)), is_causal=is_causal)
+        assert (out[:, :, real] - alone).abs().max() <= placed_case.rounding * max(1.0, alone.abs().max().item())
+        assert (out[:, :, ~mask[0]] == 0).all()

@@ -37,16 +37,21 @@ def test_an_empty_batch(first_case):
         assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
+def test_no_tokens_are_a_part_of_the_graph(first_case):
+    for is_causal in first_case.causal_modes:
+        q, k, v = (x.clone().requires_grad_() for x in first_case.inputs(length=0))
+        first_case.make()(q, k, v, is_causal=is_causal).sum().backward()
+        assert all(x.grad is not None and x.grad.shape == x.shape for x in (q, k, v))
+
+
 def test_values_of_no_width(first_case):
     attn, (q, k, v) = first_case.make(), first_case.inputs(length=5)
     for is_causal in first_case.causal_modes:
         assert attn(q, k, v[..., :0], is_causal=is_causal).shape == (2, 2, 5, 0)
 
 
-def test_no_keys_give_zero(case):
-    attn, (q, k, v) = case.make(), case.inputs(length=4, keys=0)
-    if not attn.cross:
-        return
+def test_no_keys_give_zero(cross_case):
+    attn, (q, k, v) = cross_case.make(), cross_case.inputs(length=4, keys=0)
     out = attn(q, k, v)
     assert out.shape == (2, 2, 4, 6)
     assert (out == 0).all()
@@ -80,29 +85,22 @@ def test_strides_do_not_matter(case):
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0])
-def test_scale_is_the_same_as_scaling_the_inputs(case, scale):
-    attn, (q, k, v) = case.make(), case.inputs()
-    far = case.options.get("far")
-    options = {**case.options, **(far if isinstance(far, dict) else {})}
-    if any(options.get(option) for option in ("center", "hermite")) or options.get("features") == "sderf":
-        return  # calibration belongs to unscaled inputs
-    if not attn.uses_keys:
-        return  # its keys have unit length whatever the queries' is
+def test_scale_is_the_same_as_scaling_the_inputs(scalable_case, scale):
+    attn, (q, k, v) = scalable_case.make(), scalable_case.inputs()
     root = scale**0.5
-    for is_causal in case.causal_modes:
+    for is_causal in scalable_case.causal_modes:
         a = attn(q, k, v, is_causal=is_causal, scale=scale)
         b = attn(root * q, root * k, v, is_causal=is_causal, scale=1.0)
-        assert (a - b).abs().max() <= case.tolerance
+        assert (a - b).abs().max() <= scalable_case.tolerance
 
 
-def test_the_meta_device_gives_the_shape(first_case):
+def test_the_meta_device_gives_the_shape(first_torch_case):
     """Planning memory and shapes of a large model needs no memory: every mechanism runs on tensors without data."""
-    if first_case.backend is not None:
-        return  # meta tensors have no bytes that a compiled loop could read
-    attn = first_case.make().to("meta")
-    q, k, v = (x.to("meta") for x in first_case.inputs(dtype=torch.float32))
+    case = first_torch_case
+    attn = case.make().to("meta")
+    q, k, v = (x.to("meta") for x in case.inputs(dtype=torch.float32))
     mask = torch.ones(2, 37, dtype=torch.bool, device="meta")
-    for is_causal in first_case.causal_modes:
+    for is_causal in case.causal_modes:
         out = attn(q, k, v, is_causal=is_causal, key_mask=mask)
         assert out.is_meta
         assert out.shape == (2, 2, 37, 6)

@@ -50,10 +50,8 @@ def test_gradcheck(float64_case):
         )
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_exports(traced_case, is_causal):
-    if is_causal not in traced_case.causal_modes:
-        return
+def test_exports(traced_mode):
+    traced_case, is_causal = traced_mode
     attn, (q, k, v) = traced_case.make(), traced_case.inputs(length=16, dtype=torch.float32)
 
     class Wrapped(torch.nn.Module):

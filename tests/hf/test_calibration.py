@@ -9,8 +9,8 @@ import torch
 import subquad as sq
 from subquad.features.calibration import Calibration
 from subquad.hf.conversion.capturing import capture
-from subquad.hf.head_groups import HeadGroups
 from subquad.hf.plan.statistics import calibrate_layers
+from subquad.mechanisms.head_groups import HeadGroups
 
 from . import zoo
 from .zoo import padded_batches

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from subquad.kernels import native_library
+from subquad.kernels.native import library as native_library
 
 
 @pytest.fixture

@@ -17,8 +17,10 @@ from subquad.features.base import FeatureMap
 from subquad.features.elementwise import ElementwiseFeatures, LogFeatures
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures, GeneralisedFeatures
-from subquad.kernels import chunked, native
-from subquad.state import LinearState
+from subquad.kernels import dispatch
+from subquad.kernels.operator import Backend, Call
+from subquad.kernels.windowed_linear import WindowedLinear
+from subquad.state import State
 
 Result = tuple[Tensor, ...]
 
@@ -65,9 +67,52 @@ MAPS = [
 ]
 
 
-def empty_state(phi: FeatureMap, v: Tensor) -> LinearState:
+def empty_state(phi: FeatureMap, v: Tensor) -> State:
     """A state that has seen nothing."""
-    return LinearState.empty(v.shape[0], v.shape[1], phi.num_features, v.shape[3], v, per_key_scale=phi.per_key_scale)
+    return WindowedLinear(phi).empty(v, v, 1.0, "")
+
+
+class Linear:
+    """Linear attention by one backend: everything is far."""
+
+    def __init__(self, name: str) -> None:
+        self.backend: Backend[WindowedLinear] = dispatch.BACKENDS[name]
+
+    def refusal(self, phi: FeatureMap, *tensors: Tensor, normalise: bool = True) -> str:
+        return self.backend.refusal(WindowedLinear(phi, causal=True, normalise=normalise), Call(1.0), *tensors)
+
+    def full(
+        self, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None = None
+    ) -> Tensor:
+        return self.backend.attend(WindowedLinear(phi), Call(scale, key_mask), q, k, v)
+
+    def causal(
+        self,
+        phi: FeatureMap,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State,
+        *,
+        scale: float,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        found: tuple[Tensor, State] = self.backend.scan(
+            WindowedLinear(phi, causal=True), Call(scale, key_mask), q, k, v, state
+        )
+        return found
+
+    def absorb(
+        self, phi: FeatureMap, k: Tensor, v: Tensor, state: State, *, scale: float, key_mask: Tensor | None = None
+    ) -> State:
+        after: State = self.backend.absorb(WindowedLinear(phi), Call(scale, key_mask), k, v, state)
+        return after
+
+    def read(self, phi: FeatureMap, q: Tensor, state: State, *, scale: float) -> Tensor:
+        return self.backend.read(WindowedLinear(phi), Call(scale), q, state)
+
+
+native, chunked, reference = Linear("native"), Linear("chunked"), Linear("reference")
 
 
 def attend(
@@ -79,15 +124,18 @@ def attend(
     *,
     causal: bool,
     key_mask: Tensor | None = None,
-    state: LinearState | None = None,
+    state: State | None = None,
 ) -> Tensor:
     """One call of a backend's full or causal attention, without its state."""
-    state = empty_state(phi, v) if state is None else state
     scale = phi.default_scale(q.shape[-1])
+    out: Tensor
     if causal:
-        out: Tensor = backend.causal(phi, q, k, v, state, scale=scale, key_mask=key_mask)[0]
-        return out
-    out = backend.full(phi, q, k, v, state, scale=scale, key_mask=key_mask)
+        before = empty_state(phi, v) if state is None else state
+        out = backend.causal(phi, q, k, v, before, scale=scale, key_mask=key_mask)[0]
+    elif state is None:
+        out = backend.full(phi, q, k, v, scale=scale, key_mask=key_mask)
+    else:
+        out = backend.read(phi, q, backend.absorb(phi, k, v, state, scale=scale, key_mask=key_mask), scale=scale)
     return out
 
 

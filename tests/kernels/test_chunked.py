@@ -7,7 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import subquad as sq
-from subquad.kernels import checkpointing, chunked
+from subquad.kernels import checkpointing
+from subquad.kernels.chunked import linear
+from subquad.kernels.windowed_linear import WindowedLinear
 from subquad.state import safe_divide
 
 MAPS = [
@@ -37,10 +39,10 @@ def test_rows_whose_keys_underflow_beside_a_later_one_are_exact():
     assert out.isfinite().all()
     assert (out - want).abs().max() < 1e-3
     # The plain shared shift, without the rule, loses every row but the last: this test would catch it.
-    state = attn._empty(k, v, 0.125)
+    state = WindowedLinear(attn.feature_map).empty(k, v, 0.125, "").far
     queries, keys = attn.feature_map.queries(q, 0.125), attn.feature_map.keys(k, 0.125)
-    _, (numerator, normaliser, _) = chunked.shared_shift(queries, keys, v, state, 1)
-    assert (normaliser[..., :-1] < chunked.UNDERFLOW).all()
+    _, (numerator, normaliser, _) = linear.shared_shift(queries, keys, v, state, 1)
+    assert (normaliser[..., :-1] < linear.UNDERFLOW).all()
     assert (safe_divide(numerator, normaliser)[0, 0, 0] - want[0, 0]).abs().amax(-1)[:-1].min() > 1e-3
 
 
@@ -67,11 +69,11 @@ def test_the_exact_form_equals_the_shared_shift(options):
     q = torch.randn(2, 4, 45, 16, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 45, 16, generator=generator, dtype=torch.float64)
     scale = 0.25
-    before = attn.absorb(k.flip(2), v, scale=scale)
+    before = attn.absorb(k.flip(2), v, scale=scale).far
     queries = attn.feature_map.queries(q.reshape(2, 2, 90, 16), scale)
     keys = attn.feature_map.keys(k, scale)
-    fast = safe_divide(*chunked.shared_shift(queries, keys, v, before, 2)[1][:2])
-    exact = safe_divide(*chunked.exact_causal(queries, keys, v, before, 2)[:2])
+    fast = safe_divide(*linear.shared_shift(queries, keys, v, before, 2)[1][:2])
+    exact = safe_divide(*linear.exact_causal(queries, keys, v, before, 2)[:2])
     assert (fast - exact).abs().max() < 1e-8 * max(1.0, exact.abs().max().item())
 
 

@@ -11,10 +11,25 @@ from torch import Tensor
 import subquad as sq
 from subquad.features.elementwise import ElementwiseFeatures
 from subquad.features.random import TrigFeatures
-from subquad.kernels import chunked, native, native_library, reference
-from subquad.kernels.dispatch import choose_backend
+from subquad.kernels import map_arrays
+from subquad.kernels.dispatch import BACKENDS
+from subquad.kernels.native import library as native_library
+from subquad.kernels.native.maps import multiplied
+from subquad.kernels.operator import Call, choose
+from subquad.kernels.windowed_linear import WindowedLinear
 
-from .native_cases import MAPS, attend, compare, empty_state, errors, make_map, with_gradients
+from .native_cases import (
+    MAPS,
+    attend,
+    chunked,
+    compare,
+    empty_state,
+    errors,
+    make_map,
+    native,
+    reference,
+    with_gradients,
+)
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -49,11 +64,11 @@ def test_any_size(length: int, dim: int, width: int, features: int, causal: bool
 @pytest.mark.parametrize("dim", [1, 2, 5, 16, 33, 64, 100, 128, 256])
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_butterflies_equal_the_matrix(dim: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_butterflies_win", lambda projection: True)  # narrow heads would take the matrix
+    monkeypatch.setattr(map_arrays, "_butterflies_win", lambda projection: True)  # narrow heads would take the matrix
     phi = make_map("hyperbolic-hadamard", dim, 2 * dim + 6, heads=1)
     phi.projection = type(phi.projection)(dim + 3, dim, blocks=blocks, seed=3)  # a last block that is not full
-    form = native._form(phi, dim**-0.5)
-    assert form is not None and form.arrays[0].numel() == 0 and form.arrays[5].numel()
+    found = map_arrays.map_arrays(phi, dim**-0.5)
+    assert found is not None and found.arrays[0].numel() == 0 and found.arrays[5].numel()
     q, k, v = torch.randn(1, 1, 60, dim), torch.randn(1, 1, 60, dim), torch.randn(1, 1, 60, 8)
     compare(phi, q, k, v, causal=True)
 
@@ -62,7 +77,8 @@ def test_butterflies_equal_the_matrix(dim: int, blocks: int, monkeypatch: pytest
 @pytest.mark.parametrize("dim", [1, 3, 16, 64])
 def test_taylor_products(dim: int, causal: bool) -> None:
     phi = make_map("taylor", dim, 0, heads=2)
-    assert native.multiplied(phi) and choose_backend(None, phi, torch.randn(1, 1, 1, dim)) is native
+    assert multiplied(phi)
+    assert choose(BACKENDS, WindowedLinear(phi), Call(1.0), torch.randn(1, 1, 1, dim)).name == "native"
     q, k, v = torch.randn(1, 4, 75, dim), torch.randn(1, 2, 75, dim), torch.randn(1, 2, 75, 19)
     compare(phi, q, k, v, causal=causal, key_mask=torch.rand(1, 75) > 0.2)
 
@@ -206,15 +222,12 @@ def test_one_token_for_many_heads() -> None:
             assert torch.equal(old, kept)
 
 
-def test_without_normaliser() -> None:
-    phi = ElementwiseFeatures("elu", 16)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_without_normaliser(causal: bool) -> None:
+    spec = WindowedLinear(ElementwiseFeatures("elu", 16), causal=causal, normalise=False)
     q, k, v = torch.randn(3, 2, 2, 70, 16)
-    state = empty_state(phi, v)
-    for name in ("full", "causal"):
-        got = getattr(native, name)(phi, q, k, v, state, scale=1.0, normalise=False)
-        want = getattr(reference, name)(phi, q, k, v, state, scale=1.0, normalise=False)
-        got, want = (x[0] if name == "causal" else x for x in (got, want))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    got, want = (BACKENDS[name].attend(spec, Call(1.0), q, k, v) for name in ("native", "chunked"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_refusals_say_why() -> None:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from subquad.features.base import FeatureMap
-from subquad.kernels import chunked, native
 
-from .native_cases import attend, compare, empty_state, make_map, with_gradients
+from .native_cases import attend, chunked, compare, empty_state, make_map, native, with_gradients
 
 pytestmark = pytest.mark.usefixtures("built")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from subquad.kernels import native_library
+from subquad.kernels.native import library as native_library
 
 from .native_cases import run_with
 
@@ -19,8 +19,8 @@ SCRIPT = """
 import importlib, sys
 sys.path.insert(0, {folder!r})
 import torch
-from subquad.kernels import chunked, native, native_library
-from kernels.native_cases import attend, compare, make_map
+from subquad.kernels.native import library as native_library
+from kernels.native_cases import attend, chunked, compare, make_map, native
 print(native_library.load().subquad_isa().decode())
 torch.manual_seed(0)
 used = False

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.kernels import chunked, native, native_memory
-from subquad.kernels.native_memory import BlockPool
+from subquad.kernels.native import pool as state_pool
+from subquad.kernels.native.pool import BlockPool
 
-from .native_cases import empty_state, make_map
+from .native_cases import chunked, empty_state, make_map, native
 
 
 @pytest.mark.usefixtures("built")
@@ -66,7 +66,7 @@ def test_a_masked_key_may_hold_anything_in_any_lane() -> None:
 def test_states_of_steps_use_dropped_memory_again() -> None:
     phi = make_map("hyperbolic", 16, 256, heads=4)
     q, k, v = torch.randn(3, 2, 4, 1, 16)
-    assert native_memory.SMALLEST <= 4 * 2 * 4 * 256 * 16
+    assert state_pool.SMALLEST <= 4 * 2 * 4 * 256 * 16
     state = empty_state(phi, v)
     places = set()
     with torch.no_grad():
@@ -78,12 +78,13 @@ def test_states_of_steps_use_dropped_memory_again() -> None:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("mechanism", "width", "heads"), [
-    ("performer", 16, 4), ("performer", 16, 2), ("performer", 5, 4), ("hybrid", 16, 2), ("hybrid", 5, 4)
+    ("performer", 16, 4), ("performer", 16, 2), ("performer", 5, 4), ("hybrid", 16, 2), ("hybrid", 5, 4),
+    ("local", 5, 4),
 ])  # fmt: skip
 def test_states_that_bypass_the_caches_are_the_same(
     mechanism: str, width: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attn = sq.create(mechanism, 16, heads=4, kv_heads=heads, **({"window": 3} if mechanism == "hybrid" else {}))
+    attn = sq.create(mechanism, 16, heads=4, kv_heads=heads, **({} if mechanism == "performer" else {"window": 3}))
     q = torch.randn(3, 4, 12, 16)
     k, v = torch.randn(3, heads, 12, 16), torch.randn(3, heads, 12, width)
 
@@ -95,11 +96,11 @@ def test_states_that_bypass_the_caches_are_the_same(
                 out, state = attn.scan(*token, state, backend="native")
                 outs.append(out)
         assert state is not None
-        return torch.cat(outs, 2), (state if mechanism == "performer" else state.far).tensors
+        return torch.cat(outs, 2), tuple(torch.utils._pytree.tree_leaves(state))
 
     want, state = steps()
-    monkeypatch.setattr(native_memory, "LAST_CACHE", -1)
-    assert native_memory.states_exceed_caches()
+    monkeypatch.setattr(state_pool, "LAST_CACHE", -1)
+    assert state_pool.states_exceed_caches()
     got, after = steps()
     assert torch.equal(got, want)
     assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))

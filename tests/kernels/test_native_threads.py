@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from subquad.features.base import FeatureMap
-from subquad.kernels import chunked, native, native_library
+from subquad.kernels.map_arrays import NOTHING
+from subquad.kernels.native import NO_MASK, NO_PLACES
+from subquad.kernels.native import library as native_library
+from subquad.kernels.native.maps import map_inputs
 
-from .native_cases import attend, compare, make_map, run_with, with_gradients
+from .native_cases import attend, chunked, compare, make_map, native, run_with, with_gradients
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -91,7 +94,7 @@ def test_a_forked_child_can_call(two_threads: None) -> None:
 
 SCRIPT = """
 import torch, warnings
-from subquad.kernels import native_library
+from subquad.kernels.native import library as native_library
 library = native_library.load()
 print(library.subquad_isa().decode())
 import sys; sys.path.insert(0, {folder!r})
@@ -129,7 +132,7 @@ def test_no_second_openmp_runtime() -> None:
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
     script = """
-import torch, subquad.kernels.native_library as native_library
+import torch, subquad.kernels.native.library as native_library
 def runtimes():
     files = {line.split()[-1] for line in open("/proc/self/maps")}
     return {name for name in files if "omp" in name.rpartition("/")[2]}
@@ -188,10 +191,11 @@ def test_torch_func_transforms() -> None:
 
 def test_operators_pass_torchs_own_checks() -> None:
     phi = make_map("hyperbolic", 8, 16, heads=1)
-    form = native._form(phi, 0.3)
-    assert form is not None
     q, k, v = (torch.randn(1, 1, 9, 8, requires_grad=True) for _ in range(3))
-    arguments = (q, k, v, torch.ones(1, 9, dtype=torch.bool), [], *form[:5], True, True, True)
+    found, _, _ = map_inputs(phi, q, k, 0.3, products=True)
+    masks = [torch.ones(1, 9, dtype=torch.bool), NO_MASK, NO_PLACES]
+    options = (*found.map[:5], 1.0, -1, 0, True, True, True, True)
+    arguments = (q, k, v, [], [], [], masks, NOTHING, *options)
     torch.library.opcheck(
         torch.ops.subquad.attention.default,
         arguments,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 import subquad as sq
-from subquad.kernels import reference, triton
-from subquad.state import LinearState
+from subquad.state import State
 
-from .native_cases import attend, empty_state, errors, make_map, with_gradients
+from .native_cases import Linear, attend, empty_state, errors, make_map, reference, with_gradients
+
+triton = Linear("triton")
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +83,9 @@ def test_gradients_reach_the_state_that_was_given(causal: bool) -> None:
     past_k, past_v = 2.0 * torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
 
     def run(backend: Any, q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor) -> Tensor:
-        state: LinearState = backend.absorb(phi, past_k, past_v, empty_state(phi, v), scale=scale)
+        state: State = backend.absorb(phi, past_k, past_v, empty_state(phi, v), scale=scale)
         if not causal:
-            return backend.full(phi, q, k, v, state, scale=scale)  # type: ignore[no-any-return]
+            return attend(backend, phi, q, k, v, causal=False, state=state)
         out, after = backend.causal(phi, q, k, v, state, scale=scale)
         return torch.cat([out, backend.read(phi, q, after, scale=scale)], 2)
 
@@ -123,7 +124,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from subquad.kernels import triton_backward as back, triton_forward as forth
+from subquad.kernels.experimental.triton import backward as back, forward as forth
 kinds = {"q": "*bf16", "k": "*bf16", "v": "*bf16", "mask": "*i1", "exact": "*i32", "square": "fp32"}
 sizes = "length heads groups slots chunks pieces span M D E weight_head bias_head tilt_head".split()
 kernels = [forth.absorb_pieces, forth.scan_pieces, forth.attend_rows]

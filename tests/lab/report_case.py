@@ -19,6 +19,9 @@ TINY = Settings(
     projection_features=20,
     projection_dims=(16,),
     spectrum_lengths=(32, 64),
-    recommend_steps=(64,),
+    recommend_steps=2,
+    recommend_draws=1,
+    shipped_step=3,
+    published_draws=2,
     recommend_tokens=128,
 )

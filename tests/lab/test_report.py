@@ -1,40 +1,32 @@
 """The report: what it measures, keeps, skips and recommends, without looking at its page."""
 
+import copy
 import dataclasses
 import html
 import json
 import os
-import signal
-import subprocess
-import sys
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import subquad
 from subquad.cli import main
 from subquad.lab import errors
-from subquad.lab.report import (
-    Outcome,
-    Settings,
-    error,
-    model,
-    published,
-    quick,
-    recommendation,
-    report,
-    running,
-    spectrum,
-    speed,
-    writing,
-)
-from subquad.lab.report import memory as memory_section
+from subquad.lab.captured import captured_inputs, origin
+from subquad.lab.report import Outcome, Settings
+from subquad.lab.report.findings import findings
 from subquad.lab.report.notebook import Notebook
-from subquad.lab.report.running import Clock, Job, Section, measure
-from subquad.lab.report.settings import QUICK_SHARES, SHARES
+from subquad.lab.report.page import page as page_of
+from subquad.lab.report.running import Clock, measure
+from subquad.lab.report.sections import error, model, published, sections, spectrum, speed, use
+from subquad.lab.report.sections import memory as memory_section
+from subquad.lab.report.table import terminal_table
+from subquad.lab.report.tried import Tried, candidates
+from subquad.planning.candidates import PLANNABLE
 
 from .report_case import TINY
-
-MAIN = "from subquad.cli import main; main()"
 
 
 def test_every_section_is_measured_and_nothing_fails(outcome: Outcome) -> None:
@@ -43,8 +35,10 @@ def test_every_section_is_measured_and_nothing_fails(outcome: Outcome) -> None:
     assert outcome.notebook.failures == []
     assert outcome.notebook.skipped == {}
     names = {cell["section"] for cell in stored["cells"]}
-    assert names == {"machine", "speed", "memory", "error", "published", "projections", "generation", "spectrum",
-                     "recommendation"}  # fmt: skip
+    assert names == {"machine", "speed", "memory", "error", "published", "projections", "generation", "spectrum", "use",
+                     "model"}  # fmt: skip
+    assert stored["cells_measured"] == stored["cells_total"] > 50
+    assert stored["load"]["threads"] >= 1 and stored["load"]["others"] >= 0
     assert stored["summary"]["gemm_gflops"] > 0
 
 
@@ -76,8 +70,8 @@ def test_times_and_memory_are_plausible(outcome: Outcome) -> None:
 def test_the_published_curves_sink_to_weights_of_the_key_alone() -> None:
     settings = dataclasses.replace(TINY, published_features=(16, 592))
     book = Notebook(Path("unused.json"), {})
-    (job,) = published.jobs(settings, book)
-    result = job.run(Clock(0.0))
+    (job,) = [job for job in published.jobs(settings, book) if job.asked["features"] == "positive"]
+    result = job.run(Clock())
     levels = result["levels"]
     for kind in ("published-orthogonal", "published-hadamard"):
         few, many = result["curves"][kind]
@@ -88,114 +82,149 @@ def test_the_published_curves_sink_to_weights_of_the_key_alone() -> None:
     assert result["curves"]["orthogonal"][1] > 1.2 * levels["uniform"]
 
 
+def test_the_published_sines_turn_too_far_and_correct_ones_do_not() -> None:
+    """The first figure of the published report: angles 2 pi times too large give another kernel, at any number."""
+    settings = dataclasses.replace(TINY, published_features=(2048,), published_draws=2)
+    (job,) = [job for job in published.jobs(settings, Notebook(Path("x"), {})) if job.asked["features"] == "trig"]
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = 0.2 * torch.randn(2, 40, published.DIM, generator=generator, dtype=torch.float64)
+    exact = torch.softmax(x @ y.mT, -1)
+    matrix = torch.randn(20_000, published.DIM, generator=generator, dtype=torch.float64)
+    for turn, near in ((1.0, True), (6.283185, False)):
+        found = published._trig_weights(matrix, x, y, turn)
+        assert (float((found - exact).abs().max()) < 0.005) == near
+    assert set(job.run(Clock())["curves"]) == set(published.KINDS)
+
+
 def test_spectrum_of_known_matrices() -> None:
     import torch
 
-    flat = spectrum.of_matrix(torch.zeros(32, 32))
+    flat = spectrum.of_matrix(torch.softmax(torch.zeros(32, 32), -1))
     assert flat["rank"] == 1
     assert flat["cumulated"][0] == pytest.approx(1.0)
-    identity = spectrum.of_matrix(100.0 * torch.eye(40))
+    identity = spectrum.of_matrix(torch.eye(40))
     assert identity["rank"] == 38  # 95 % of 40 equal singular values
 
 
+FLAT = "flat"
+ASKED = {"pass": "forward", "causal": False}
+
+
+def _notebook(path: Path, times: dict[int, dict[str, float]], errors: dict[str, dict[str, Any]]) -> Notebook:
+    """A notebook with these milliseconds by length and setting, and these errors on flat attention."""
+    book = Notebook(path, {})
+    for length, cell in times.items():
+        every = {name: {"status": "measured", "best_ms": ms, "spread": 0.0} for name, ms in cell.items()}
+        book.add("speed", f"{length}", {"length": length, **ASKED}, {"mechanisms": every}, 0.0)
+    book.add("use", "e", {"kind": FLAT}, {"settings": errors, "uniform": 0.5, "tokens": 64}, 0.0)
+    return book
+
+
+def _row(label: str, error: float, half: float | None = None) -> dict[str, Any]:
+    mechanism = label.split(",")[0].split(" ")[0]
+    return {"mechanism": mechanism, "options": {}, "error": error, "half": half, "timed_as": label}
+
+
 def test_recommendation_takes_the_fastest_that_is_good_enough(tmp_path: Path) -> None:
-    book = Notebook(tmp_path / "r.json", {})
-    times = {"softmax": 10.0, "taylor degree 1": 2.0, "local 16": 1.0, "performer oprf 64": 3.0}
-    for length in (64, 128):
-        cell = {"times": {name: {"runs_ms": [ms, ms]} for name, ms in times.items()}}
-        book.add("recommendation", "t", {"times": length}, cell, 0.0)
+    times = {"softmax": 10.0, "taylor degree 1": 2.0, "local, window 16": 1.0, "performer, 64 oprf features": 3.0}
     rows = {
-        "taylor degree 1": {"mechanism": "taylor", "options": {}, "error": 0.04, "half": None},
-        "local 16": {"mechanism": "local", "options": {}, "error": 0.3, "half": 0.15},
-        "performer oprf 64": {"mechanism": "performer", "options": {}, "error": 0.005, "half": None},
+        "taylor degree 1": _row("taylor degree 1", 0.04),
+        "local, window 16": _row("local, window 16", 0.3, 0.15),
+        "performer, 64 oprf features": _row("performer, 64 oprf features", 0.005),
     }
-    book.add("recommendation", "e", {"kind": "flat", "tokens": 64}, {"settings": rows, "uniform": 0.5}, 0.0)
-    chosen = {
-        (row["length"], row["budget"]): row["label"]
-        for row in recommendation.recommend(book, (64, 128), (0.001, 0.01, 0.05, 0.4, 9.0))
-    }
+    book = _notebook(tmp_path / "r.json", {64: times, 128: times}, rows)
+    settings = dataclasses.replace(TINY, lengths=(64, 128), budgets=(0.001, 0.01, 0.05, 0.4, 9.0))
+    found = {(r["length"], r["budget"]): r for r in use.recommend(book, settings) if r["kind"] == FLAT}
+    chosen = {key: row["label"] for key, row in found.items()}
     assert chosen[64, 0.001] == "softmax"
-    assert chosen[64, 0.01] == "performer oprf 64"
+    assert chosen[64, 0.01] == "performer, 64 oprf features"
     assert chosen[64, 0.05] == "taylor degree 1"
-    assert chosen[64, 0.4] == "local 16"
-    assert chosen[64, 9.0] == "local 16"  # never what is worse than the mean of the values
+    assert chosen[64, 0.4] == "local, window 16"
+    assert chosen[64, 9.0] == "local, window 16"  # never what is worse than the mean of the values
     assert chosen[128, 0.4] == "taylor degree 1"  # the window's error doubles with the length: 0.6
+    assert not found[64, 0.05]["carried"] and found[128, 0.05]["carried"]  # 64 tokens were measured
 
 
-def _job(name: str, ran: list[str], memory: int = 0, first: bool = False) -> Job:
-    def work(clock: Clock) -> dict[str, int]:
-        ran.append(name)
-        if name == "stop":
-            raise KeyboardInterrupt
-        if name == "broken":
-            raise RuntimeError("no such thing")
-        return {"value": 1}
-
-    return Job(name, {"name": name}, work, memory, first)
-
-
-def test_what_does_not_fit_into_memory_is_skipped_before_it_runs(tmp_path: Path) -> None:
-    ran: list[str] = []
-    lines: list[str] = []
-    book = Notebook(tmp_path / "r.json", {})
-    done = measure([Section("s", 1.0, [_job("huge", ran, memory=2**60), _job("small", ran)])], book, 10.0,
-                   lambda line, done, total: lines.append(line))  # fmt: skip
-    assert done
-    assert ran == ["small"]
-    assert "GiB" in book.skipped["s: huge"]["reason"]
-    assert lines[-1].startswith("s: skipped, needs about")
-    settings = dataclasses.replace(TINY, lengths=(32, 10**9))
-    assert max(job.memory for job in speed.jobs(settings, book)) > 2**40
+def test_a_length_without_times_is_said_to_be_missing_and_nothing_is_extrapolated(tmp_path: Path) -> None:
+    """Times at 64 and 256 tokens: 128 lies between them, 512 beyond; a setting without a time is counted."""
+    short = {"softmax": 4.0, "taylor degree 1": 2.0}
+    long = {"softmax": 64.0, "taylor degree 1": 8.0, "local, window 16": 1.0}
+    rows = {"taylor degree 1": _row("taylor degree 1", 0.01), "local, window 16": _row("local, window 16", 0.01, 0.01)}
+    book = _notebook(tmp_path / "r.json", {64: short, 256: long}, rows)
+    settings = dataclasses.replace(TINY, lengths=(64, 128, 256, 512), budgets=(0.05,))
+    found = {r["length"]: r for r in use.recommend(book, settings) if r["kind"] == FLAT}
+    assert found[64]["label"] == "taylor degree 1" and found[64]["untimed"] == 1
+    assert found[128]["gain"] == pytest.approx(16 / 4)
+    assert found[256]["label"] == "local, window 16" and found[256]["untimed"] == 0
+    assert found[512]["missing"] == "times at 512 tokens were not measured"
+    assert all("missing" in row for row in use.recommend(book, settings) if row["kind"] != FLAT)
 
 
-def test_a_mechanism_too_slow_for_the_time_left_is_named_and_measured_on_resume(tmp_path: Path) -> None:
-    book = Notebook(tmp_path / "r.json", {})
-    short, long = (job for job in speed.jobs(dataclasses.replace(TINY, lengths=(16, 64)), book)
-                   if job.asked["pass"] == "forward" and not job.asked["causal"])  # fmt: skip
-    assert measure([Section("speed", 1.0, [short])], book, 100.0)
-    for cell in book.cells.values():
-        cell["result"]["mechanisms"]["softmax"]["best_ms"] = 1e6
-    assert measure([Section("speed", 1.0, [short, long])], book, 100.0)
-    (name,) = book.skipped
-    assert name.endswith("L=64, softmax")
-    assert "would take about 16000 s" in book.skipped[name]["reason"]
-    lines: list[str] = []
-    measure([Section("speed", 1.0, [short, long])], book, 1e9, lambda line, done, total: lines.append(line))
-    assert book.skipped == {}
-    assert lines[0].endswith(": kept")
-    assert not lines[1].endswith(": kept")
+@pytest.mark.parametrize("seed", range(4))
+def test_no_two_tables_disagree_whatever_is_missing(outcome: Outcome, tmp_path: Path, seed: int) -> None:
+    """Cells and mechanisms of a whole report are thrown away at random; every ratio that is still printed is the ratio
+    of two measured times, or between two on both sides, and every other one is said to be missing."""
+    chance = random.Random(seed)
+    book = Notebook(tmp_path / "r.json", outcome.notebook.machine)
+    for key, cell in outcome.notebook.cells.items():
+        if chance.random() < 0.3:
+            continue
+        kept = copy.deepcopy(cell)
+        if cell["section"] in ("speed", "generation"):
+            every = kept["result"]["mechanisms"]
+            kept["result"]["mechanisms"] = {name: one for name, one in every.items() if chance.random() < 0.8}
+        book.cells[key] = kept
+    found = findings(book, TINY)
+    rows = found["recommendations"]
+    assert len(rows) == len(use.KINDS) * len(TINY.lengths) * len(TINY.budgets)
+    softmax = speed.points(book, "softmax")
+    shown = page_of(book, TINY, found, [(part, part.figures(book, TINY)) for part in sections(model.shipped())])
+    table = terminal_table(book, TINY, found)
+    for row in rows:
+        if "missing" in row:
+            assert html.escape(row["missing"]) in shown
+            continue
+        mine = speed.points(book, row["timed_as"])
+        expected = [use.milliseconds_at(times, row["length"]) for times in (softmax, mine)]
+        assert None not in expected, row
+        assert row["gain"] == pytest.approx(expected[0] / expected[1])
+        if row["length"] in mine and row["length"] in softmax:
+            assert row["gain"] == pytest.approx(softmax[row["length"]] / mine[row["length"]])
+        assert use.in_words(row) in table
+    for form, gains in found["gains"].items():
+        kind, causal = speed.FORMS[form]
+        for name, gain in gains.items():
+            times = [speed.points(book, each, kind, causal)[gain["length"]] for each in ("softmax", name)]
+            assert gain["gain"] == pytest.approx(times[0] / times[1])
 
 
-def test_time_that_is_used_up_skips_all_but_the_first(tmp_path: Path) -> None:
-    ran: list[str] = []
-    book = Notebook(tmp_path / "r.json", {})
-    assert measure([Section("s", 1.0, [_job("a", ran, first=True), _job("b", ran)])], book, 1e-9)
-    assert ran == ["a"]
-    assert "--resume" in book.skipped["s: b"]["reason"]
+def test_every_candidate_of_the_planner_can_be_recommended() -> None:
+    """Multipole, clusters and the others are in every section by being in the planner's list."""
+    settings = Settings()
+    named = {tried.mechanism for tried in candidates(settings)}
+    assert named == set(PLANNABLE)
+    timed = {label for job in speed.jobs(settings, Notebook(Path("x"), {})) for label in job.asked["candidates"]}
+    assert timed == {tried.timed_as for tried in candidates(settings)} - set(settings.names)
+    assert len({tried.label for tried in candidates(settings)}) == len(candidates(settings))  # labels tell them apart
+    (same,) = [tried for tried in candidates(settings) if tried.timed_as == "taylor"]  # the default: one time for both
+    assert same.options == {"degree": 2}
+    clusters = subquad.describe("multipole")["options"]["clusters"]
+    assert Tried("x", "multipole", {"clusters": clusters}).timed_as == "multipole"
+    assert {"multipole", "improved-clustered"} <= {name for _, _, name, _ in model.TRIED} & set(error.LEVELS) & named
 
 
-def test_a_report_without_time_shows_something_in_every_section_and_says_once_what_is_missing(tmp_path: Path) -> None:
-    settings, lines = dataclasses.replace(TINY, seconds=1e-6, mechanisms=("linear", "local")), []
-    hurried = report(tmp_path, settings, pictures=False, on_step=lambda line, done, total: lines.append(line))
-    assert hurried.notebook.failures == []
-    sections = set(SHARES)
-    assert {cell["section"] for cell in hurried.notebook.cells.values()} == sections - {"memory"}
-    assert len(hurried.notebook.skipped) > 10
-    assert "What to use" in hurried.table
-    reason = "the section's share of the 0 s was used up"
-    assert hurried.table.count(reason) == 1
-    assert hurried.page.read_text(encoding="utf-8").count(html.escape(reason)) == 1
-    told = [line for line in lines if reason in line]
-    assert len(told) == len({item["section"] for item in hurried.notebook.skipped.values()})
-    for item in hurried.notebook.skipped.values():
-        assert item["cell"] in " ".join(told)
-        assert item["cell"] in " ".join(hurried.table.split())
+def test_the_shipped_heads_say_where_they_are_from() -> None:
+    inputs, about = captured_inputs(), origin()
+    assert about["licence"] == "Apache-2.0" and about["text_licence"] == "public domain"
+    assert inputs.q.shape == inputs.k.shape == inputs.v.shape == (1, len(about["heads"]), 1024, 32)
+    import torch
 
-
-def test_shares_name_every_section() -> None:
-    names = {section.name for section in writing.sections(TINY, Notebook(Path("unused.json"), {}))}
-    assert set(SHARES) == set(QUICK_SHARES) == names
-    assert quick(Settings()).shares == QUICK_SHARES
+    weights = torch.softmax(inputs.q @ inputs.k.mT / 32**0.5, -1)
+    entropy = -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean(-1)[0]
+    for found, head in zip(entropy.exp().tolist(), about["heads"], strict=True):
+        assert found == pytest.approx(head["perplexity"], rel=0.02)
 
 
 def test_baselines_are_found_once_per_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,72 +234,13 @@ def test_baselines_are_found_once_per_input(tmp_path: Path, monkeypatch: pytest.
     book = Notebook(tmp_path / "r.json", {})
     settings = dataclasses.replace(TINY, error_features=(16,))
     jobs = error.jobs(settings, book)
-    assert measure([Section("error", 1.0, jobs)], book, 100.0)
+    assert measure([("error", jobs)], book, 100.0)
     assert book.failures == []
     assert len(found) == len(TINY.error_data or ())
-    alone = error.jobs(settings, Notebook(tmp_path / "other.json", {}))[1].run(Clock(0.0))
+    alone = error.jobs(settings, Notebook(tmp_path / "other.json", {}))[1].run(Clock())
     for asked, result in book.of("error"):
         if asked["name"] == jobs[1].asked["name"]:
             assert result["baselines"] == alone["baselines"]
-
-
-def test_an_interrupt_keeps_what_was_measured_and_resume_goes_on(tmp_path: Path) -> None:
-    ran: list[str] = []
-    path = tmp_path / "r.json"
-    where = {"processor": "p", "threads": 1, "torch": "t", "subquad": "s"}
-    plan = [Section("s", 1.0, [_job("a", ran), _job("broken", ran), _job("stop", ran), _job("b", ran)])]
-    book = Notebook(path, where)
-    assert not measure(plan, book, 100.0)
-    assert {item["cell"] for item in book.skipped.values()} == {"stop", "b", "broken"}
-    assert [cell["label"] for cell in book.failures] == ["broken"]
-    again = Notebook.resume(path, where)
-    ran.clear()
-    measure([Section("s", 1.0, [_job("a", ran), _job("b", ran)])], again, 100.0)
-    assert ran == ["b"]
-    assert [asked["name"] for asked, _ in again.of("s")] == ["a", "b"]
-    # Cells of other questions stay in the file and out of the report.
-    measure([Section("s", 1.0, [_job("b", ran)])], again, 100.0)
-    assert [asked["name"] for asked, _ in again.of("s")] == ["b"]
-    assert len(json.loads(path.read_text())["cells"]) == 2
-    with pytest.raises(ValueError, match="threads"):
-        Notebook.resume(path, {**where, "threads": 2})
-    path.write_text("[1, 2")
-    with pytest.raises(ValueError, match="--resume"):
-        Notebook.resume(path, where)
-
-
-def test_a_finished_report_resumes_without_measuring(outcome: Outcome) -> None:
-    lines: list[str] = []
-    report(outcome.page.parent, TINY, resume=True, pictures=False, on_step=lambda line, done, total: lines.append(line))
-    assert lines
-    assert all(line.endswith(": kept") for line in lines)
-
-
-def test_shares_of_the_default_report_fit_into_three_minutes() -> None:
-    assert Settings().seconds <= 155  # 25 seconds are left for loading torch and drawing
-    assert quick(Settings()).seconds <= 30
-    assert running.MEMORY_SHARE < 1
-
-
-def test_ctrl_c_writes_the_page_and_exits_130(tmp_path: Path) -> None:
-    arguments = ("--out", str(tmp_path), "--lengths", "16,32", "--mechanisms", "linear", "--quick", "--seconds", "600")
-    process = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "report", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "speed: forward, causal, L=16" in line:
-            break
-    process.send_signal(signal.SIGINT)
-    out, rest = process.communicate(timeout=120)
-    assert process.returncode == 130, rest
-    assert "Interrupted" in rest
-    assert "Not measured" in out
-    stored = json.loads((tmp_path / "report.json").read_text())
-    assert stored["complete"] is False
-    assert any(cell["section"] == "speed" for cell in stored["cells"])
-    assert "This report was interrupted" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -331,13 +301,13 @@ def test_a_model_gets_an_error_curve_and_a_plan_per_layer(tmp_path: Path) -> Non
     assert seen.layers[0].q.shape[1:] == (2, 128, 16)
     book = Notebook(tmp_path / "r.json", {})
     settings = dataclasses.replace(TINY, mechanisms=("taylor", "local"), lengths=(64,))
-    assert measure([Section("model", 1.0, model.jobs(settings, book, seen))], book, 100.0)
+    part = model.section(seen)
+    assert measure([("model", part.jobs(settings, book))], book, 100.0)
     assert book.failures == []
     rows = model.layers(book)
     assert [row["layer"] for row in rows] == [0, 1]
     assert all(row["verdict"] for row in rows)
-    figure = model.model_figure(book)
-    assert figure is not None
+    ((figure,),) = part.figures(book, settings)
     assert {line.key for line in figure.lines} == {"taylor", "hermite-2", "local", "uniform"}
     (tmp_path / "few.txt").write_text("too short")
     with pytest.raises(ValueError, match="too few"):
@@ -346,3 +316,25 @@ def test_a_model_gets_an_error_curve_and_a_plan_per_layer(tmp_path: Path) -> Non
         (tmp_path / "bert" / name).unlink(missing_ok=True)
     with pytest.raises(ValueError, match="there is no tokenizer"):  # transformers would make one up
         model.captured(tmp_path / "bert")
+
+
+@pytest.mark.parametrize("y", [[0.1, 0.12, 0.13], [1.0, 9.0, 80.0], [3.0, 3.0, 3.0], [1e-4, 1.0, 100.0]])
+def test_every_axis_of_a_picture_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, y: list[float]) -> None:
+    from matplotlib.figure import Figure as Canvas
+
+    from subquad.lab.report.figure import Figure, Line
+    from subquad.lab.report.pictures import draw_pictures
+
+    shown: list[list[str]] = []
+    true = Canvas.savefig
+
+    def savefig(self: Any, *given: Any, **options: Any) -> None:
+        true(self, *given, **options)
+        (axes,) = self.get_axes()
+        low, high = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        shown.append([label.get_text() for at, label in ticks if low <= at <= high and label.get_text()])
+
+    monkeypatch.setattr(Canvas, "savefig", savefig)
+    draw_pictures([Figure("x", "x", "", "tokens", "ms", [Line("softmax", "softmax", [1, 2, 4], y)])], tmp_path)
+    assert all(len(labels) >= 2 for labels in shown) and shown

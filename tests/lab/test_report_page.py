@@ -154,7 +154,7 @@ def test_theme_and_tabs_and_tables(opened: Opened) -> None:
     assert dark["performer"] != light["performer"]
     tabs = opened.page.locator(".tabs button")
     tabs.nth(1).click()
-    assert opened.page.locator(".use:visible").count() == 1
+    assert opened.page.locator("#use .use:visible").count() == 1
     opened.page.click("#figure-speed summary")
     opened.page.wait_for_selector("#figure-speed tbody tr")  # drawn on "toggle", which comes after the click returns
     assert opened.page.locator("#figure-speed tbody tr").count() == len(light)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import subquad as sq
-from subquad.mechanisms.kmeans import ClusterDraw, cluster
+from subquad.kernels.kmeans import ClusterDraw, cluster
 
 D = 8
 NAMES = ("clustered", "improved-clustered")
@@ -217,7 +217,7 @@ def test_a_query_that_is_not_a_number_reaches_its_own_cluster_only(name):
 
 
 def test_distances_in_pieces_change_no_choice(monkeypatch):
-    import subquad.mechanisms.kmeans as kmeans
+    import subquad.kernels.kmeans as kmeans
 
     draw = ClusterDraw(clusters=9, bits=20, dim=D, seed=0)
     x = tokens(300)[0].flatten(0, 1)

@@ -150,7 +150,7 @@ def test_the_mechanism_of_an_outsider_needs_no_fork():
         causal = False
         causal_refusal = "a mean sees everything"
 
-        def _attend(self, q, k, v, **call):
+        def _attend(self, q, k, v, call, *, is_causal):
             return v.mean(-2, keepdim=True).expand(*q.shape[:3], -1)
 
     q, k, v = torch.randn(3, 1, 2, 10, 8)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 
 import subquad as sq
-from subquad.mechanisms import near_far, two_sided, windows
+from subquad.kernels.chunked import windowed
+from subquad.state import join
 
 from .hybrid_cases import PERFORMER, hybrid, product, tokens
 
@@ -61,7 +62,7 @@ def test_the_exact_form_is_needed_and_taken(monkeypatch):
     want = attn(*(x.double() for x in (q, k, v)), is_causal=True, backend="reference")
     got = attn(q, k, v, is_causal=True)
     assert (got - want).abs().max() < 1e-2 * want.abs().max()
-    monkeypatch.setattr(near_far, "sound", lambda *_: True)
+    monkeypatch.setattr(windowed, "sound", lambda *_: True)
     assert (attn(q, k, v, is_causal=True, backend="chunked") - want)[:, :, :60].abs().max() > 0.5 * want.abs().max()
 
 
@@ -72,7 +73,7 @@ def test_joining_by_shift_alone_would_lose_the_near_field(monkeypatch):
     q, k = 20 + q, -20 + k
     exact = sq.attention(q, k, v, "softmax", is_causal=True)
     assert (attn(q, k, v, is_causal=True) - exact).abs().max() < 1e-4
-    monkeypatch.setattr(near_far, "combine", lambda parts: functools.reduce(windows.join, parts))
+    monkeypatch.setattr(windowed, "combine", lambda parts: functools.reduce(join, parts))
     assert (attn(q, k, v, is_causal=True, backend="chunked") - exact).abs().max() > 0.1
 
 
@@ -82,33 +83,9 @@ def test_low_precision_inputs_are_computed_in_float32(dtype):
     q, k, v = tokens(50, dtype=dtype)
     out, state = attn.scan(q, k, v)
     assert out.dtype == dtype
-    assert {x.dtype for x in (state.window_k, state.sink_v, state.far.weighted)} == {torch.float32}
+    assert {x.dtype for x in (*state.window, *state.sinks, state.weighted)} == {torch.float32}
     want = attn(q.float(), k.float(), v.float(), is_causal=True)
     assert torch.equal(out, want.to(dtype))
-
-
-@pytest.mark.parametrize("sound", [True, False])
-@pytest.mark.parametrize(
-    "far", [PERFORMER, {**PERFORMER, "features": "trig"}, {"mechanism": "taylor", "center": True}, "linear"]
-)
-def test_one_sweep_equals_two_passes(far, sound, monkeypatch):
-    """Without a causal mask CPUs take one sweep; compilers and other devices two passes, which look at no values."""
-    if not sound:
-        monkeypatch.setattr(two_sided, "sound", lambda *_: False)
-    q, k, v = tokens(150, batch=2, heads=4, kv_heads=2)
-    mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(4)) > 0.25
-    mask[1, :70] = False
-    for window, chunk in ((0, 32), (5, 64), (32, 64), (32, 150), (40, 33)):
-        attn = hybrid(far, window, 3, heads=4, kv_heads=2)
-        results = []
-        for full in (two_sided.full, near_far.full):
-            args = [x.clone().requires_grad_() for x in (q, k, v)]
-            state = attn._empty(*args[1:], 0.5)
-            slot, _ = near_far.positions(state, mask)
-            out = full(*(attn.far.feature_map, *args, mask, slot, state), log_far=attn.log_scale, chunk_size=chunk)
-            results.append((out, *torch.autograd.grad(out.sin().sum(), args)))
-        for a, b in zip(*results, strict=True):
-            assert (a - b).abs().max() <= 1e-9 * max(1.0, b.abs().max().item())
 
 
 # -- states --------------------------------------------------------------------------------------------------
@@ -149,10 +126,9 @@ def test_merged_windows_and_sinks_are_those_of_one_scan():
     whole = attn.scan(q, k, v)[1]
     parts = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in ((0, 2), (2, 4), (4, 20))]
     merged = functools.reduce(sq.merge, parts)
-    for name in ("window_k", "window_v", "window_mask", "sink_k", "sink_v", "sink_mask", "length", "start"):
-        assert torch.equal(getattr(merged, name), getattr(whole, name)), name
-    assert torch.equal(merged.far.count, whole.far.count)
-    assert whole.far.count.item() == 20 - 5 - 3
+    assert torch.equal(merged.count, whole.count) and whole.count.item() == 20
+    for mine, theirs in zip((*merged.window, *merged.sinks), (*whole.window, *whole.sinks), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_the_state_does_not_grow():
@@ -164,8 +140,8 @@ def test_the_state_does_not_grow():
         sizes.append(sum(leaf.numel() for leaf in torch.utils._pytree.tree_leaves(state)))
     assert len(set(sizes)) == 1
     moved = state.to(torch.float16).detach()
-    assert moved.far.weighted.dtype == moved.window_k.dtype == torch.float32
-    assert moved.length.dtype == torch.int64
+    assert moved.weighted.dtype == moved.window.k.dtype == torch.float32
+    assert moved.count.dtype == torch.int64
 
 
 def test_states_can_be_copied_and_pickled():

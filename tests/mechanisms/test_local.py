@@ -22,14 +22,14 @@ def _weights(attn, length, **call):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("window", "global_tokens"), [(0, 0), (1, 0), (3, 2), (0, 3), (12, 1)])
-def test_every_token_sees_exactly_its_neighbourhood(window, global_tokens, is_causal):
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (1, 0), (3, 2), (0, 3), (12, 1)])
+def test_every_token_sees_exactly_its_neighbourhood(window, sinks, is_causal):
     length = 20
-    attn = sq.create("local", 8, window=window, global_tokens=global_tokens)
+    attn = sq.create("local", 8, window=window, sinks=sinks)
     seen = _weights(attn, length, is_causal=is_causal) > 0
     for i in range(length):
         for j in range(length):
-            near = abs(i - j) <= window or j < global_tokens or i < global_tokens
+            near = abs(i - j) <= window or j < sinks or i < sinks
             assert seen[i, j] == (near and (not is_causal or j <= i)), (i, j)
 
 
@@ -37,16 +37,16 @@ def test_every_token_sees_exactly_its_neighbourhood(window, global_tokens, is_ca
 def test_a_window_longer_than_the_sequence_is_softmax_attention(is_causal):
     q, k, v = _inputs(40)
     want = sq.attention(q, k, v, "softmax", is_causal=is_causal)
-    for options in ({"window": 39}, {"window": 1000}, {"window": 0, "global_tokens": 40}):
+    for options in ({"window": 39}, {"window": 1000}, {"window": 0, "sinks": 40}):
         assert (sq.attention(q, k, v, "local", is_causal=is_causal, **options) - want).abs().max() <= 1e-12
     assert (sq.attention(q, k, v, "local", is_causal=is_causal, window=38) - want).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("global_tokens", [0, 2])
+@pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("side", ["left", "right", "inside"])
-def test_padding_takes_no_place_in_the_window(side, is_causal, global_tokens):
-    attn = sq.create("local", 8, window=3, global_tokens=global_tokens)
+def test_padding_takes_no_place_in_the_window(side, is_causal, sinks):
+    attn = sq.create("local", 8, window=3, sinks=sinks)
     q, k, v = _inputs(20, 1)
     alone = attn(q, k, v, is_causal=is_causal)
     at = {"left": 0, "right": 20, "inside": 9}[side]
@@ -59,16 +59,16 @@ def test_padding_takes_no_place_in_the_window(side, is_causal, global_tokens):
     # Positions in the padded sequence, the usual definition, are wrong where padding stands between tokens, and take
     # the padding for global tokens where it stands first.
     row, column = torch.arange(25)[:, None], torch.arange(25)
-    visible = ((row - column).abs() <= 3) | (column < global_tokens) | (row < global_tokens)
+    visible = ((row - column).abs() <= 3) | (column < sinks) | (row < sinks)
     visible = visible & mask & (column <= row if is_causal else True)
     usual = torch.nn.functional.scaled_dot_product_attention(*padded, attn_mask=visible)
     differs = (usual[:, :, mask[0]] - alone).abs().max() > 1e-3
-    assert differs == (side == "inside" or (side == "left" and global_tokens > 0))
+    assert differs == (side == "inside" or (side == "left" and sinks > 0))
 
 
-@pytest.mark.parametrize("global_tokens", [0, 2])
-def test_decoding_after_a_padded_prefill_equals_decoding_alone(global_tokens):
-    attn = sq.create("local", 8, window=4, global_tokens=global_tokens)
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_decoding_after_a_padded_prefill_equals_decoding_alone(sinks):
+    attn = sq.create("local", 8, window=4, sinks=sinks)
     q, k, v = _inputs(16, 3)
     lengths = [10, 6, 1]
     mask = torch.arange(10) < torch.tensor(lengths)[:, None]
@@ -83,8 +83,8 @@ def test_decoding_after_a_padded_prefill_equals_decoding_alone(global_tokens):
 
 @hypothesis.given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 6), st.integers(0, 4))
 @hypothesis.settings(max_examples=40)
-def test_merged_states_are_the_state_of_the_whole(sizes, window, global_tokens):
-    attn = sq.create("local", 8, window=window, global_tokens=global_tokens)
+def test_merged_states_are_the_state_of_the_whole(sizes, window, sinks):
+    attn = sq.create("local", 8, window=window, sinks=sinks)
     q, k, v = _inputs(sum(sizes) + 5)
     ends = list(itertools.accumulate(sizes, initial=0))
     mask = torch.rand(2, ends[-1], generator=torch.Generator().manual_seed(1)) > 0.3
@@ -101,7 +101,7 @@ def test_merged_states_are_the_state_of_the_whole(sizes, window, global_tokens):
 
 
 def test_the_state_does_not_grow():
-    attn = sq.create("local", 8, window=4, global_tokens=2)
+    attn = sq.create("local", 8, window=4, sinks=2)
     q, k, v = _inputs(300)
     shapes = []
     for length in (1, 300):
@@ -109,19 +109,19 @@ def test_the_state_does_not_grow():
         shapes.append([leaf.shape for leaf in torch.utils._pytree.tree_leaves(state)])
     assert shapes[0] == shapes[1]
     # Nor does it hold on to the tokens it came from: a view would.
-    assert state.k.untyped_storage().nbytes() == state.k.numel() * state.k.element_size()
-    assert state.first_k.untyped_storage().nbytes() == state.first_k.numel() * state.first_k.element_size()
-    assert torch.equal(state.k, k[:, :, -4:])
-    assert torch.equal(state.first_v, v[:, :, :2])
+    for held in (*state.window, *state.sinks):
+        assert held.untyped_storage().nbytes() == held.numel() * held.element_size()
+    assert torch.equal(state.window.k, k[:, :, -4:])
+    assert torch.equal(state.sinks.v, v[:, :, :2])
     half = [x.bfloat16() for x in (q, k, v)]
     out, state = attn.scan(*half)
     assert out.dtype == torch.bfloat16
-    assert state.k.dtype == state.first_v.dtype == torch.float32
+    assert state.window.k.dtype == state.sinks.v.dtype == torch.float32
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_read_stands_where_the_next_token_would(backend):
-    attn = sq.create("local", 8, window=4, global_tokens=2)
+    attn = sq.create("local", 8, window=4, sinks=2)
     q, k, v = _inputs(20)
     state = attn.absorb(k[:, :, :12], v[:, :, :12])
     state = attn.absorb(k[:, :, 12:], v[:, :, 12:], state)
@@ -153,8 +153,9 @@ def test_the_backward_keeps_memory_of_the_length_and_not_of_the_window(saved_byt
     [
         ({"window": -1}, ValueError, "window must be at least 0, got -1"),
         ({"window": 2.0}, TypeError, "window must be an integer"),
-        ({"global_tokens": -2}, ValueError, "global_tokens must be at least 0"),
+        ({"sinks": -2}, ValueError, "sinks must be at least 0"),
         ({"windows": 3}, TypeError, "did you mean 'window'"),
+        ({"sinks": 1, "global_tokens": 1}, TypeError, "global_tokens is another name of sinks"),
     ],
 )
 def test_wrong_options(options, kind, message):
@@ -175,7 +176,7 @@ def test_what_has_no_meaning_is_refused():
         other.scan(q, k, v, state)
     with pytest.raises(ValueError, match="different features"):
         sq.merge(state, other.absorb(k, v))
-    with pytest.raises(ValueError, match="merge: k differs in shape"):
+    with pytest.raises(ValueError, match="merge: the states differ in batch, heads or value width"):
         sq.merge(state, attn.absorb(k[:1], v[:1]))
-    with pytest.raises(TypeError, match="state must be a WindowState"):
+    with pytest.raises(TypeError, match="state must be a State"):
         attn.read(q, None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from subquad.planning import cost
+from subquad.planning import choice, cost
 
 
 @pytest.fixture
@@ -10,3 +10,9 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs from three short lengths, one round each."""
     monkeypatch.setattr(cost, "LENGTHS", (128, 256, 512))
     monkeypatch.setattr(cost, "ROUNDS", 1)
+
+
+@pytest.fixture
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting is left out because a busy machine made one run slow."""
+    monkeypatch.setattr(choice._Study, "too_slow", lambda self, seconds: False)

@@ -15,6 +15,7 @@ from subquad.train.data import validation_batches
 
 SMALL: dict[str, dict[str, Any]] = {
     "copy": {"length": 4},
+    "recall": {"length": 32, "pairs": 8, "vocab": 24},
     "images": {"size": 6, "samples": 2},
     "speech": {"digits": 3, "fewest": 1, "bins": 16},
     "text": {"length": 24},

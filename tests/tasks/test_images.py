@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from subquad.tasks.base import DataError, generator_for
-from subquad.tasks.image_files import draw_digit, read_idx, write_grid
+from subquad.tasks.image_files import draw_digit, read_idx, read_images, write_grid
 from subquad.tasks.images import Images
 from subquad.tasks.logistics import log_probability, sample_values
 
@@ -89,6 +89,20 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
     task = Images(data=str(tmp_path))
     assert (len(task.examples("train")), len(task.examples("valid"))) == (18, 2)
     assert values(task, "valid", 0).tolist() == [9] * 27
+
+
+def test_sheets_with_an_image_per_row(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (7, 4, 4, 3), dtype=np.uint8)
+    for name, part in (("data_batch_1", images[:3]), ("data_batch_2", images[3:5]), ("test_batch", images[5:])):
+        Image.fromarray(part.reshape(len(part), 16, 3)).save(tmp_path / f"{name}.png")
+    task = Images(data=str(tmp_path))
+    assert task.shape() == (4, 4, 3)
+    assert (len(task.examples("train")), len(task.examples("valid"))) == (5, 2)
+    assert values(task, "train", 3).tolist() == images[3].flatten().tolist()
+    assert values(task, "valid", 1).tolist() == images[6].flatten().tolist()
+    Image.fromarray(images[:, 0, :3]).save(tmp_path / "data_batch_3.png")
+    with pytest.raises(DataError, match="3 pixels wide; expected a square number"):
+        read_images.__wrapped__(str(tmp_path), "train")
 
 
 @pytest.mark.parametrize(

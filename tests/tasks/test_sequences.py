@@ -237,3 +237,25 @@ def test_folders_of_labelled_files(tmp_path: Path) -> None:
         [train.item(i, torch.Generator()) for i in range(18)]
     with pytest.raises(DataError, match="of 0 labels"):
         Documents(data=str(tmp_path / "yes")).examples("train")
+
+
+def test_letters_of_real_text(tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_bytes(b"abcdefghij" * 90 + b"0123456789" * 10)  # letters to train on, digits for validation
+    task = Documents(data=str(book), length=90, writers=4)
+    lengths = []
+    for split, inside in (("train", set(b"abcdefghij")), ("valid", set(b"0123456789"))):
+        for draw in range(40):
+            item = task.examples(split).item(draw, generator_for(split, 0, draw))
+            text = bytes(item["tokens"].tolist())
+            begin, middle, end = text[:3], text[12:-11], text[-3:]
+            assert text[3:12] == b" writes. " and text[-11:-3] == b"Signed: "
+            assert set(middle) <= inside
+            assert int(item["label"]) == (begin == end)
+            lengths.append((split, len(text)))
+    assert {n for split, n in lengths if split == "valid"} == {90}
+    short = [n for split, n in lengths if split == "train"]
+    assert min(short) < 40 and max(short) > 60
+    assert task.build({**task.model, "mechanism": "linear"}).head.out_features == 2  # type: ignore[union-attr]
+    with pytest.raises(DataError, match="need a file of more than ten times that"):
+        Documents(data=str(book), length=100).examples("train")

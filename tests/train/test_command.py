@@ -1,6 +1,7 @@
 """`subquad train` as a user meets it, and the comparison of mechanisms."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,20 @@ from PIL import Image
 
 from subquad.cli import main
 from subquad.tasks import TASKS
+from subquad.train import train
 from subquad.train.choices import label_of, parse_mechanism, parse_pairs
-from subquad.train.compare import compare, comparison_table
+from subquad.train.collection import collect, comparison_table
+from subquad.train.compare import compare
 from subquad.train.records import read_records
 
 from .tiny_runs import QUICK, tiny
+
+
+def main_done(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    assert ended.value.code == 0
+
 
 MAIN = "from subquad.cli import main; main()"
 
@@ -85,13 +95,13 @@ def test_comparison_trains_each_on_the_same_data_and_draws_curves(tmp_path: Path
     labels = ["softmax", "linear", "performer-num_features8"]
     assert list(result["runs"]) == labels
     written = json.loads((tmp_path / "comparison.json").read_text())
-    assert [len(one["train"]) for one in written["runs"].values()] == [6, 6, 6]
+    assert [[len(one["train"]) for one in runs] for runs in written["runs"].values()] == [[6], [6], [6]]
     # The first weights are the same where shapes agree, and so are the first batch and its loss, nearly.
-    first = [one["train"][0]["loss"] for one in written["runs"].values()]
+    first = [one["train"][0]["loss"] for (one,) in written["runs"].values()]
     assert max(first) - min(first) < 0.5
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.size[0] > 800
-    accuracies = {label: one["metrics"]["accuracy"] for label, one in written["runs"].items()}
+    accuracies = {label: one["metrics"]["accuracy"] for label, (one,) in written["runs"].items()}
     assert accuracies[written["best"]] == max(accuracies.values())
     drawing = (tmp_path / "curves.svg").read_text()
     assert "<svg" in drawing
@@ -102,6 +112,33 @@ def test_comparison_trains_each_on_the_same_data_and_draws_curves(tmp_path: Path
     compare(tiny(), [*mechanisms, "taylor"], tmp_path, running=QUICK, resume=True)
     assert (tmp_path / "linear/checkpoints/step-00000006/model.safetensors").stat().st_mtime_ns == weights
     assert "taylor" in json.loads((tmp_path / "comparison.json").read_text())["runs"]
+    page = (tmp_path / "index.html").read_text()
+    assert all(f"<td>{label}</td>" in page for label in [*labels, "taylor"])
+    assert page.count("<svg") == 1
+    assert 'src="http' not in page and 'href="http' not in page  # nothing is fetched
+
+
+def test_seeds_are_one_line_with_a_band_and_runs_are_gathered_from_their_folders(tmp_path: Path) -> None:
+    result = compare(tiny(seed=5), ["softmax", "linear"], tmp_path / "both", seeds=2, running=QUICK)
+    assert {label: [one["seed"] for one in runs] for label, runs in result["runs"].items()} == {
+        "softmax": [5, 6], "linear": [5, 6]
+    }  # fmt: skip
+    assert [one["run"]["model"]["seed"] for one in result["runs"]["linear"]] == [5, 6]
+    values = [one["metrics"]["accuracy"] for one in result["runs"]["linear"]]
+    assert comparison_table(result).splitlines()[2].split()[1:4] == [
+        f"{sum(values) / 2:.4f}", "±", f"{abs(values[0] - values[1]) / 2:.4f}"
+    ]  # fmt: skip
+    other = train(tiny(seed=5, optimizer="lion"), tmp_path / "lion", running=QUICK)
+    folders = [*(tmp_path / "both/linear").iterdir(), tmp_path / "both/softmax/seed-5", tmp_path / "lion"]
+    gathered = collect(folders)
+    assert {label: len(runs) for label, runs in gathered["runs"].items()} == {
+        "linear optimizer=adamw": 2, "softmax": 1, "linear optimizer=lion": 1
+    }  # fmt: skip
+    assert gathered["runs"]["linear optimizer=lion"][0]["metrics"] == other.metrics
+    main_done(["--draw", ",".join(map(str, folders)), "--out", str(tmp_path / "page")])
+    assert "linear optimizer=lion" in (tmp_path / "page/index.html").read_text()
+    with pytest.raises(ValueError, match="runs of one task"):
+        collect([])
 
 
 def test_a_wrong_mechanism_in_a_comparison_is_found_before_any_is_trained(tmp_path: Path) -> None:
@@ -130,3 +167,62 @@ def test_the_help_names_every_task() -> None:
 
     (option,) = train.__annotations__["task"].__metadata__
     assert all(name in option.help for name in TASKS)
+
+
+def test_a_run_is_resumed_with_the_options_it_was_started_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "run")
+    quick = ["--log-every", "1", "--no-tensorboard", "--cpu"]
+    main_done(["copy", "--set", "length=4", "--steps", "3", "--batch", "4", "--dim", "16", "--mechanism",
+               "lsh:rounds=1", "--seed", "4", "--out", out, *quick])  # fmt: skip
+    before = json.loads((tmp_path / "run/run.json").read_text())
+    for given in (
+        [],
+        ["copy"],
+        ["copy", "--steps", "3", "--mechanism", "lsh:rounds=1", "--set", "length=4"],
+        ["--option", "rounds=1"],
+    ):
+        main_done([*given, "--resume", "--out", out, *quick])
+        assert "finished before" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run/run.json").read_text()) == before
+    for given, message in (
+        (["--steps", "5"], "settings.steps: 3 there, 5 now"),
+        (["--mechanism", "linear"], "model.mechanism"),
+        (["--option", "rounds=2"], "model.mechanism.rounds: 1 there, 2 now"),
+        (["--set", "length=5"], "options.length: 4 there, 5 now"),
+        (["--seed", "5"], "settings.seed: 4 there, 5 now"),
+        (["text"], "holds a run of task 'copy', not of 'text'"),
+        (["--seeds", "2"], "--seeds belongs to --compare"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *given, "--resume", "--out", out, *quick])
+        assert ended.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    for arguments in (["--resume"], ["--resume", "--out", str(tmp_path / "nothing")], ["--draw", out]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *arguments])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert "TASK is missing" in said or "--draw needs --out" in said
+
+
+def test_a_comparison_is_resumed_with_the_options_it_was_started_with(tmp_path: Path) -> None:
+    out = tmp_path / "both"
+    quick = ["--no-tensorboard", "--cpu"]
+    main_done(["copy", "--set", "length=4", "--steps", "2", "--batch", "4", "--dim", "16", "--compare",
+               "linear,softmax", "--seeds", "2", "--out", str(out), *quick])  # fmt: skip
+    shutil.rmtree(out / "softmax")
+    before = (out / "linear/seed-1/checkpoints/step-00000002/model.safetensors").stat().st_mtime_ns
+    main_done(["--resume", "--out", str(out), *quick])
+    assert (out / "linear/seed-1/checkpoints/step-00000002/model.safetensors").stat().st_mtime_ns == before
+    assert (out / "softmax/seed-1/result.json").is_file()
+
+
+def test_from_names_a_run_or_its_checkpoint(tmp_path: Path) -> None:
+    quick = ["copy", "--set", "length=4", "--steps", "2", "--batch", "4", "--dim", "16", "--no-tensorboard", "--cpu"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    main_done([*quick, "--mechanism", "softmax", "--out", str(one)])
+    main_done([*quick, "--mechanism", "linear", "--from", str(one), "--out", str(two)])
+    assert json.loads((two / "run.json").read_text())["start"] == str(one / "checkpoints/step-00000002")
+    main_done([*quick, "--resume", "--from", str(one), "--out", str(two), "--mechanism", "linear"])

@@ -1,24 +1,27 @@
 """A run that is killed at any moment goes on to the same weights, bit for bit; damaged files are named."""
 
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from subquad.train import Running, checkpoint, train
+from subquad.train import Run, Running, checkpoint, train
 from subquad.train.records import read_records
 
 from .tiny_runs import QUICK, tensors, tiny
 
 # What can go wrong on resume is all here: dropout, redrawn features, momentum, a schedule, several workers.
 SETTINGS = {"steps": 150, "batch": 4, "redraw_every": 7, "valid_every": 40}
+TIMES = ("seconds", "training_seconds", "tokens_per_second")
 MECHANISM = {"mechanism": "performer", "num_features": 8}
 CHILD = """
 import json, sys
@@ -66,7 +69,7 @@ def test_kill_minus_nine_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
     ]
     assert states[0]["rng"] == states[1]["rng"]
     records = [
-        [{k: v for k, v in r.items() if k != "seconds"} for r in read_records(f / "metrics.jsonl")]
+        [{k: v for k, v in r.items() if k not in TIMES} for r in read_records(f / "metrics.jsonl")]
         for f in (tmp_path / "whole", folder)
     ]
     assert records[0] == records[1]
@@ -122,3 +125,66 @@ def test_a_half_written_line_of_metrics_is_dropped(tmp_path: Path) -> None:
     path.write_text(whole + '{"kind": "tr')
     train(tiny(), tmp_path, running=QUICK, resume=True)
     assert path.read_text() == whole
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing beyond the limit fails as on a full disk
+from subquad.cli import main
+import subquad.train.loop as loop
+
+original = loop.Snapshot.save
+def save(self, step, *rest):
+    if step == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+    original(self, step, *rest)
+loop.Snapshot.save = save
+main(["train", *sys.argv[2:]])
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on the size of a file")
+def test_a_full_disk_is_one_line_and_the_checkpoints_before_it_stay(tmp_path: Path) -> None:
+    options = ["copy", "--set", "length=4", "--steps", "6", "--batch", "4", "--dim", "32", "--save-every", "2",
+               "--log-every", "1", "--no-tensorboard", "--out", str(tmp_path / "run")]  # fmt: skip
+    command = [sys.executable, "-c", FULL, "20000", *options]  # ends in the middle of the weights
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("[")]
+    assert len(said) == 1
+    assert "cannot be written (File too large)" in said[0]
+    assert "step-00000002" in said[0] and f"subquad train --resume --out {tmp_path / 'run'}" in said[0]
+    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert kept == ["step-00000000", "step-00000002"]
+    said.clear()
+    run = Run.read(tmp_path / "run")
+    train(run, tmp_path / "run", running=QUICK, resume=True, on_log=lambda text, *_: said.append(text))
+    assert said[0] == "resumed at step 2"
+
+
+def test_only_what_a_disk_can_cause_is_called_that(tmp_path: Path) -> None:
+    full = checkpoint.disk_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+    assert full is not None and "no checkpoint is complete yet" in str(full)
+    assert checkpoint.disk_error(FileNotFoundError(errno.ENOENT, "book.txt"), tmp_path) is None
+    assert checkpoint.disk_error(checkpoint.SafetensorError("invalid header"), tmp_path) is None
+
+
+def test_a_thread_that_meets_a_full_disk_says_nothing_and_others_do() -> None:
+    def fail(error: Exception) -> None:
+        def raise_it() -> None:
+            raise error
+
+        thread = threading.Thread(target=raise_it)
+        thread.start()
+        thread.join()
+
+    said: list[BaseException | None] = []
+    before, threading.excepthook = threading.excepthook, lambda caught: said.append(caught.exc_value)
+    try:
+        with checkpoint.one_report():
+            fail(OSError(errno.ENOSPC, "No space left on device"))
+            fail(KeyError("other"))
+        fail(OSError(errno.ENOSPC, "No space left on device"))
+    finally:
+        threading.excepthook = before
+    assert [type(one) for one in said] == [KeyError, OSError]

@@ -18,7 +18,7 @@ __all__ = ["main"]
 # The order of `subquad --help`. Each name is a module of this package with a function of that name.
 _COMMANDS = ("report", "mechanisms", "plan", "error", "bench", "train", "generate", "convert")
 
-_NO_CLI = "subquad: the command line needs typer and rich, which are not installed: pip install 'subquad[cli]'"
+_NO_CLI = 'subquad: the command line needs typer and rich, which are not installed: pip install "subquad[cli]"'
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -135,7 +135,7 @@ def _ratios(sides: tuple[str, str], names: list[str], lengths: str, common: dict
             try:
                 path = saved_path(name)
             except ValueError:
-                return None
+                path = Path(name)  # a file that --json wrote; only writing is kept to one folder
             return path if path.is_file() else None
 
         files = [file(name) for name in sides]
@@ -144,7 +144,7 @@ def _ratios(sides: tuple[str, str], names: list[str], lengths: str, common: dict
         else:
             for name, found in zip(sides, files, strict=True):
                 if found is None and not is_revision(name):
-                    raise ValueError(f"--compare {name}: neither a saved run ({saved_path(name)}) nor a git revision")
+                    raise ValueError(f"--compare {name}: neither a saved run (of --save or --json) nor a git revision")
             if any(files):
                 raise ValueError(f"--compare {' '.join(sides)}: two saved runs or two revisions, not one of each")
             result = compare_revisions(*sides, names, numbers(lengths), **common, on_row=step)

@@ -11,6 +11,8 @@ from subquad.files import check_writable
 
 __all__ = ["error"]
 
+_MOST_TOKENS = 4096  # exact attention is quadratic
+
 
 def error(
     names: Annotated[list[str] | None, typer.Argument(help="Further mechanisms beside the random features.")] = None,
@@ -34,7 +36,9 @@ def error(
     ] = 0.0,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     draws: Annotated[int, typer.Option(min=1, help="Independent projections per point.")] = 8,
-    tokens: Annotated[int, typer.Option(min=1, help="At most this many tokens are measured.")] = 1024,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="At most this many tokens are measured; all, up to 4096, if absent.")
+    ] = None,
     seed: Annotated[int, typer.Option()] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
 ) -> None:
@@ -50,6 +54,8 @@ def error(
         return [] if text == "none" else [word.strip() for word in text.split(",")]
 
     with user_errors(), progress("measuring errors") as step:
+        if features == "none" and not names:
+            raise ValueError("--features none leaves nothing to measure; name mechanisms, like: error nystrom hybrid")
         if json is not None:
             check_writable("--json", json)
         calibration = None
@@ -70,11 +76,11 @@ def error(
             inputs.q, inputs.k, inputs.v,
             features=words(features), projections=words(projections), mechanisms=names or [],
             num_features=numbers(num_features), is_causal=causal, key_mask=inputs.key_mask, calibration=calibration,
-            draws=draws, tokens=tokens, seed=seed, on_line=on_line,
+            draws=draws, tokens=_MOST_TOKENS if tokens is None else tokens, seed=seed, on_line=on_line,
         )  # fmt: skip
         if json is not None:
             write_json(json, {"source": inputs.source, "machine": machine(), **study.as_dict()})
-    print(f"{inputs.source}\n\n{error_table(study)}")
+    print(f"{inputs.source}\n{study.measured_on}\n\n{error_table(study)}")
     if json is not None:
         print(f"every number: {json}", file=sys.stderr)
     if not study.complete:

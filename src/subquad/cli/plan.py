@@ -10,7 +10,7 @@ from subquad.cli.terminal import progress, user_errors
 from subquad.files import check_writable
 
 if TYPE_CHECKING:
-    from subquad.planning.recommendation import Plan
+    from subquad.planning.answer import Plan
 
 __all__ = ["plan"]
 
@@ -31,9 +31,6 @@ def plan(
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     target_error: Annotated[float, typer.Option(help="Relative squared error to stay below.")] = 0.05,
     time_budget: Annotated[float | None, typer.Option(help="Seconds for one sequence with all heads.")] = None,
-    redraws: Annotated[
-        bool, typer.Option("--redraws", help="Judge the mean over draws, not the draw named by its seed.")
-    ] = False,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Also: how long a model of this many layers would take.")
     ] = None,
@@ -41,9 +38,10 @@ def plan(
     mlp_ratio: Annotated[float, typer.Option(min=0.0, help="Width of its feed-forward over its own.")] = 4.0,
     training: Annotated[bool, typer.Option("--training", help="Its forward and backward.")] = False,
     seed: Annotated[int, typer.Option()] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Every setting with its options and errors.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
 ) -> None:
-    """What to use for given queries and keys: errors measured on them, ranked by time, or "unattainable".
+    """What to use for given queries and keys: errors measured on them, ranked by time; softmax where nothing will do.
 
     The queries and keys come from a file, or from a description. With --layers, also how long a whole model would take
     at that length, with each recommended mechanism and with softmax attention. Times are of this machine.
@@ -67,10 +65,10 @@ def plan(
         answer = subquad.plan(
             inputs.q, inputs.k, inputs.v,
             target_error=target_error, length=length, is_causal=causal, key_mask=inputs.key_mask,
-            mechanisms=names or None, time_budget=time_budget, redraws=redraws, seed=seed, on_step=step,
+            mechanisms=names or None, time_budget=time_budget, seed=seed, on_step=step,
         )  # fmt: skip
         record: dict[str, Any] = {"source": source, "machine": machine(), **answer.as_dict()}
-        text = f"{source}\n\n{answer}"
+        text = f"{answer.details if verbose else answer}\n{source}"
         if layers is not None:
             model = {"layers": layers, "batch": batch, "training": training, "mlp_ratio": mlp_ratio}
             times = _model_times(answer, inputs.q.shape[-1], model)

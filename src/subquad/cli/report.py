@@ -23,12 +23,17 @@ def report(
         str | None, typer.Option(help="Mechanisms, separated by commas; all of them if absent.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer lengths, draws and inputs: half a minute.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="More draws, settings, lengths: 15 minutes.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the folder's JSON file already holds.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(help="For all measurements together; 154 if absent, 30 with --quick.")
+        float | None,
+        typer.Option(help="For all measurements; 154 if absent, 30 with --quick, 900 with --full."),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a pretrained transformers model: adds a plan for every layer.")
+        Path | None,
+        typer.Option(
+            help="Folder of a pretrained transformers model: plans for its layers, not for the shipped heads."
+        ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text for --model to read; a built-in page if absent.")] = None,
     heads: Annotated[int, typer.Option(min=1)] = 4,
@@ -37,6 +42,7 @@ def report(
 ) -> None:
     """Which attention, from which length, with what error: measured here, as a page, pictures and a table."""
     from subquad.lab.report import Settings, captured
+    from subquad.lab.report import full as fuller
     from subquad.lab.report import quick as quicker
     from subquad.lab.report import report as write
 
@@ -46,8 +52,10 @@ def report(
             settings = dataclasses.replace(settings, lengths=tuple(numbers(lengths)))
         if mechanisms is not None:
             settings = dataclasses.replace(settings, mechanisms=tuple(name.strip() for name in mechanisms.split(",")))
-        if quick:
-            settings = quicker(settings)
+        if quick and full:
+            raise ValueError("--quick and --full: one of them at most is expected")
+        if quick or full:
+            settings = (quicker if quick else fuller)(settings)
         if seconds is not None:
             settings = dataclasses.replace(settings, seconds=seconds)
         if text is not None and model is None:

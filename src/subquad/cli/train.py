@@ -20,7 +20,12 @@ _RUNNING = "Running (no influence on the result)"
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="copy, images, speech, text, protein, listops or documents.")],
+    task: Annotated[
+        str | None,
+        typer.Argument(
+            help="copy, recall, images, speech, text, protein, listops or documents; not needed with --resume --out."
+        ),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(help="Real data: a file, a folder or hub:NAME; small built-in data if absent."),
@@ -29,11 +34,24 @@ def train(
         list[str] | None, typer.Option("--set", help="An option of the task, name=value; repeat it.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/TASK-MECHANISM]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    mechanism: Annotated[str, typer.Option(help="A name, name:option=value:..., or JSON.")] = "performer",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue what is in --out with the options it was started with.")
+    ] = False,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Start with the weights of another run; its mechanism may differ.")
+    ] = None,
+    draw: Annotated[
+        str | None, typer.Option(help="Train nothing: draw the runs in these folders, separated by commas, into --out.")
+    ] = None,
+    mechanism: Annotated[
+        str | None, typer.Option(help="A name, name:option=value:..., or JSON.  [default: performer]")
+    ] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
     compare: Annotated[
         str | None, typer.Option(help="Mechanisms separated by commas, each trained on the same data; curves.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="With --compare: so many seeds of each, drawn as bands.  [default: 1]")
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)] = None,
     heads: Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)] = None,
@@ -47,6 +65,9 @@ def train(
     ] = None,
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Parts of a batch; less memory, same result.", rich_help_panel=_TRAINING)
+    ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam, radam, nadam, lion or sgd.", rich_help_panel=_TRAINING)
     ] = None,
     lr: Annotated[float | None, typer.Option(min=0.0, rich_help_panel=_TRAINING)] = None,
     warmup: Annotated[int | None, typer.Option(min=0, rich_help_panel=_TRAINING)] = None,
@@ -62,6 +83,13 @@ def train(
     save_every: Annotated[int, typer.Option(min=1, rich_help_panel=_RUNNING)] = 100,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints that stay.", rich_help_panel=_RUNNING)] = 2,
     log_every: Annotated[int, typer.Option(min=1, rich_help_panel=_RUNNING)] = 10,
+    valid_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Also validate every so many seconds of steps.", rich_help_panel=_RUNNING),
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option(min=0.0, help="End after so long, all starts together.", rich_help_panel=_RUNNING)
+    ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that prepare batches.", rich_help_panel=_RUNNING)] = 0,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU.", rich_help_panel=_RUNNING)] = False,
     tensorboard: Annotated[bool, typer.Option(rich_help_panel=_RUNNING)] = True,
@@ -77,35 +105,62 @@ def train(
     On several processes: torchrun --nproc-per-node 2 -m subquad.cli.train TASK ..., or accelerate launch likewise.
     """
     given = {
-        "steps": steps, "batch": batch, "accumulate": accumulate, "lr": lr, "warmup": warmup,
+        "steps": steps, "batch": batch, "accumulate": accumulate, "optimizer": optimizer, "lr": lr, "warmup": warmup,
         "weight_decay": weight_decay, "clip": clip, "precision": precision, "seed": seed,
         "redraw_every": redraw_every, "valid_every": valid_every, "valid_examples": valid_examples,
     }  # fmt: skip
     shape = {"layers": layers, "heads": heads, "dim": dim}
     with user_errors():
         from subquad.train import Run, Running
+        from subquad.train.checkpoint import DiskError
         from subquad.train.choices import label_of, parse_mechanism, parse_pairs
+        from subquad.train.compare import read_plan
         from subquad.train.distributed import LostProcess
 
+        if draw is not None:
+            if out is None:
+                raise ValueError("--draw needs --out, a folder for the page")
+            _draw(draw.split(","), out)
+            return
         options = parse_pairs("--set", set_ or [])
         if data is not None:
             options["data"] = data
-        choice = parse_mechanism(mechanism, parse_pairs("--option", option or []))
-        fields = {**_present(shape), **parse_pairs("--model", model or [])}
-        run = Run.of(task, choice, model=fields, settings=_present(given), **options)
+        own = parse_pairs("--option", option or [])
+        choice = None if mechanism is None else parse_mechanism(mechanism, own)
+        chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(given)}
+        others = None if compare is None else [parse_mechanism(one) for one in compare.split(",")]
+        if out is None:
+            if task is None:
+                raise ValueError("the TASK is missing; it may be left out with --resume --out FOLDER alone")
+            named = label_of(choice or parse_mechanism("performer", own))
+            out = Path("runs") / f"{task}-{'compare' if compare else named}"
+        check_writable("--out", out, folder=True)
+        plan = read_plan(out) if resume else None
+        if resume and (plan is not None or (out / "run.json").is_file()):
+            run = plan[0] if plan is not None else Run.read(out)
+            if task not in (None, run.task.name):
+                raise ValueError(f"{str(out)!r} holds a run of task {run.task.name!r}, not of {task!r}")
+            asked = {} if plan else {"mechanism": choice, "mechanism_options": own}
+            run = run.changed(start=from_, **asked, **chosen, **options)
+            if plan is not None:
+                others, seeds = others or plan[1], seeds or plan[2]
+        else:
+            if task is None:
+                raise ValueError(f"the TASK is missing; {str(out)!r} holds no run that would name it")
+            run = Run.of(task, choice or parse_mechanism("performer", own), start=from_, **chosen, **options)
+        if seeds is not None and others is None:
+            raise ValueError("--seeds belongs to --compare; one run has one --seed")
         running = Running(
-            save_every=save_every, keep=keep, log_every=log_every, workers=workers, device="cpu" if cpu else None,
-            tensorboard=tensorboard, checkpoint_activations=checkpoint_activations, check_memory=check_memory,
+            save_every=save_every, keep=keep, log_every=log_every, valid_seconds=valid_seconds, hours=hours,
+            workers=workers, device="cpu" if cpu else None, tensorboard=tensorboard,
+            checkpoint_activations=checkpoint_activations, check_memory=check_memory,
         )  # fmt: skip
-        label = "compare" if compare else label_of(choice)
-        folder = out if out is not None else Path("runs") / f"{task}-{label}"
-        check_writable("--out", folder, folder=True)
         try:
-            if compare is not None:
-                status = _compare(run, [parse_mechanism(one) for one in compare.split(",")], folder, resume, running)
+            if others is not None:
+                status = _compare(run, others, out, resume, seeds or 1, running)
             else:
-                status = _train(run, folder, resume, running)
-        except LostProcess as error:
+                status = _train(run, out, resume, running)
+        except (LostProcess, DiskError) as error:
             print(f"subquad: {error}", file=sys.stderr, flush=True)
             raise typer.Exit(1) from None
     if status:
@@ -116,7 +171,7 @@ def _present(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-_STATUS = {"finished": 0, "diverged": 1, "interrupted": 130}
+_STATUS = {"finished": 0, "stopped": 0, "diverged": 1, "interrupted": 130}
 
 
 def _train(run: "Run", folder: Path, resume: bool, running: "Running") -> int:
@@ -130,23 +185,40 @@ def _train(run: "Run", folder: Path, resume: bool, running: "Running") -> int:
     if outcome.reason:
         print(f"subquad: {outcome.reason}", file=sys.stderr)
     figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.metrics.items())
-    print(f"{outcome.status} at step {outcome.step}: {figures or 'no validation yet'}; {outcome.parameters} parameters")
+    print(
+        f"{outcome.status} at step {outcome.step}: {figures or 'no validation yet'}; {outcome.parameters} parameters, "
+        f"{outcome.tokens_per_second:.0f} tokens/s"
+    )
     for name, value in outcome.artefacts.items():
         print(f"{name}: {value}")
     print(f"every number: {folder}", file=sys.stderr)
     return _STATUS[outcome.status]
 
 
-def _compare(run: "Run", mechanisms: list[Any], folder: Path, resume: bool, running: "Running") -> int:
-    from subquad.train.compare import compare, comparison_table
+def _compare(run: "Run", mechanisms: list[Any], folder: Path, resume: bool, seeds: int, running: "Running") -> int:
+    from subquad.train.collection import comparison_table
+    from subquad.train.compare import compare
     from subquad.train.distributed import is_first_process
 
     with progress(run.task.name) as step:
-        result = compare(run, mechanisms, folder, resume=resume, running=running, on_log=step)
+        result = compare(run, mechanisms, folder, seeds=seeds, resume=resume, running=running, on_log=step)
     if is_first_process():
         print(comparison_table(result))
-        print(f"curves and every number: {folder}", file=sys.stderr)
-    return max(_STATUS[one["status"]] for one in result["runs"].values())
+        print(f"curves and every number: {folder / 'index.html'}", file=sys.stderr)
+    return max(_STATUS[one["status"]] for runs in result["runs"].values() for one in runs)
+
+
+def _draw(folders: list[str], out: Path) -> None:
+    from subquad.files import write_json
+    from subquad.train.collection import collect, comparison_table
+    from subquad.train.curves import draw_page
+
+    check_writable("--out", out, folder=True)
+    result = collect(folders)
+    write_json(out / "comparison.json", result)
+    draw_page(result, out)
+    print(comparison_table(result))
+    print(f"curves and every number: {out / 'index.html'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,8 @@ class RandomFeatures(FeatureMap):
             same = len(old_buffers) == len(buffers) and all(a is b for a, b in zip(old_buffers, buffers, strict=True))
             if same and old_key == key and old_versions == versions:
                 return value
+        if torch._C._are_functorch_transforms_active():  # what a transform makes is void when it has ended
+            return make()
         # Ordinary tensors even inside inference mode: a later training step may save them for its backward.
         with torch.inference_mode(False), torch.no_grad():
             value = make()

@@ -7,12 +7,12 @@ from . import versions  # noqa: F401
 
 # isort: split
 
+from ..mechanisms.head_groups import HeadGroups
 from .cache import StateCache, StateLayer
 from .conversion.capturing import LayerSample, capture
 from .conversion.converting import convert, revert
 from .conversion.restoring import load
 from .distillation.distilling import DistillationReport, distill
-from .head_groups import HeadGroups
 from .models.callbacks import RedrawCallback
 from .models.causal import SubquadForCausalLM
 from .models.configuration import SubquadConfig

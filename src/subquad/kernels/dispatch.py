@@ -1,165 +1,81 @@
-"""Who computes: one operator, several backends, one meaning.
+"""Who computes windowed linear attention, and what every backend may rely on: precision, padding at the end, tokens.
 
-`backend=None` takes the fastest backend that supports the call. A backend named by the caller is used or the call is
-refused with the reason; it never falls back to another one silently. `triton` and `fla` have not been timed on a GPU:
-they are used where they are named and nowhere else.
+`triton` and `fla` have not been timed on a GPU: they are used where they are named and nowhere else.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
-from .. import checks
-from ..features.base import FeatureMap
 from ..features.precision import full_precision
-from ..state import LinearState
-from . import chunked, fla, native, reference, triton
+from ..state import State
+from .chunked import Chunked
+from .experimental.fla import FlashLinearAttention
+from .experimental.triton import Triton
+from .native import Native
+from .operator import Backend, Call, by_name, choose
+from .padding import Order
+from .reference import Reference
+from .windowed_linear import WindowedLinear
 
-__all__ = ["BACKENDS", "absorb", "causal", "check_backend", "choose_backend", "full", "read"]
+__all__ = ["BACKENDS", "absorb", "attend", "read", "scan"]
 
-BACKENDS: dict[str, ModuleType] = {
-    "reference": reference,
-    "chunked": chunked,
-    "native": native,
-    "triton": triton,
-    "fla": fla,
-}
-
-
-def check_backend(backend: str, feature_map: FeatureMap, *tensors: Tensor, normalise: bool = True) -> None:
-    """Refuse an unknown name, and a backend by its reason where it cannot take these tensors."""
-    checks.check_option("backend", backend, BACKENDS)
-    module = BACKENDS[backend]
-    if module not in (reference, chunked):
-        reason = module.refusal(feature_map, *tensors, normalise=normalise)
-        if reason:
-            raise ValueError(f"backend={backend!r} cannot take this call: {reason}. Use backend=None or 'chunked'")
+BACKENDS: dict[str, Backend[WindowedLinear]] = by_name(
+    Native(), Chunked(), Reference(), Triton(), FlashLinearAttention()
+)
 
 
-def choose_backend(
-    backend: str | None,
-    feature_map: FeatureMap,
-    *tensors: Tensor,
-    normalise: bool = True,
-    chunk_size: int | None = None,
-) -> ModuleType:
-    """The module that will compute: the named one, or the fastest that supports these tensors."""
-    if backend is None:
-        # Who asks for chunks of a size gets the backend that has them: the native kernels choose their own.
-        if (
-            chunk_size is None
-            and (native.fused(feature_map) or native.multiplied(feature_map))
-            and not native.refusal(feature_map, *tensors, normalise=normalise)
-        ):
-            return native
-        return chunked
-    check_backend(backend, feature_map, *tensors, normalise=normalise)
-    return BACKENDS[backend]
+def _chosen(spec: WindowedLinear, call: Call, *tensors: Tensor) -> Backend[WindowedLinear]:
+    if spec.feature_map is not None:
+        spec.feature_map.check_ready()
+    return choose(BACKENDS, spec, call, *tensors)
 
 
-def _prepare(feature_map: FeatureMap, chunk_size: int | None) -> None:
-    feature_map.check_ready()
-    checks.check_chunk_size(chunk_size)
-
-
-def full(
-    feature_map: FeatureMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    chunk_size: int | None = None,
-    normalise: bool = True,
-    backend: str | None = None,
-) -> Tensor:
-    """out (B, Hq, L, E): every query sees the state and every key."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, k, v, normalise=normalise, chunk_size=chunk_size)
+def attend(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out (B, Hq, L, E) in v's dtype, of whole sequences."""
+    backend = _chosen(spec, call, q, k, v)
+    if spec.window is not None:
+        if q.shape[2] == 0:
+            return v.new_zeros((*q.shape[:3], v.shape[-1]))
+        spec = spec._replace(window=min(spec.window, q.shape[2] - 1))
     with full_precision(q):
-        out: Tensor = module.full(
-            feature_map,
-            q,
-            k,
-            v,
-            state,
-            scale=scale,
-            key_mask=key_mask,
-            chunk_size=chunk_size,
-            normalise=normalise,
-        )
-    return out.to(v.dtype)
+        if spec.window is None or call.key_mask is None:
+            return backend.attend(spec, call, q, k, v).to(v.dtype)
+        order = Order(call.key_mask, k.shape[2], k.device)
+        call = call._replace(key_mask=order.real)
+        return order.back(backend.attend(spec, call, *(order.front(x) for x in (q, k, v)))).to(v.dtype)
 
 
-def causal(
-    feature_map: FeatureMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    chunk_size: int | None = None,
-    normalise: bool = True,
-    backend: str | None = None,
-) -> tuple[Tensor, LinearState]:
-    """out (B, Hq, L, E) and the state after the last token; token i sees the state and tokens 0..i."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, k, v, normalise=normalise, chunk_size=chunk_size)
+def scan(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+    """out (B, Hq, L, E) in v's dtype of the tokens that follow `state`, and the state after them; spec.causal."""
+    backend = _chosen(spec, call, q, k, v)
+    if spec.window is not None and q.shape[2] == 0:
+        return v.new_zeros((*q.shape[:3], v.shape[-1])), state
     with full_precision(q):
-        out, after = module.causal(
-            feature_map,
-            q,
-            k,
-            v,
-            state,
-            scale=scale,
-            key_mask=key_mask,
-            chunk_size=chunk_size,
-            normalise=normalise,
-        )
+        if spec.window is None or call.key_mask is None:
+            out, after = backend.scan(spec, call, q, k, v, state)
+        elif q.shape[2] == 1:
+            out, after = backend.scan(spec, call, q, k, v, state)
+            out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
+        else:
+            order = Order(call.key_mask, k.shape[2], k.device)
+            call = call._replace(key_mask=order.real)
+            q, k, wide = (order.front(x) for x in (q, k, v))
+            out, after = backend.scan(spec, call, q, k, wide, state)
+            out = order.back(out)
     return out.to(v.dtype), after
 
 
-def absorb(
-    feature_map: FeatureMap,
-    k: Tensor,
-    v: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    key_mask: Tensor | None = None,
-    chunk_size: int | None = None,
-    backend: str | None = None,
-) -> LinearState:
-    """The state after keys k (B, H, S, D) and values v (B, H, S, E)."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, k, v, chunk_size=chunk_size)
+def absorb(spec: WindowedLinear, call: Call, k: Tensor, v: Tensor, state: State) -> State:
+    """The state after keys k (B, H, S, D) and values v (B, H, S, E); without a window."""
+    backend = _chosen(spec, call, k, v)
     with full_precision(k):
-        after: LinearState = module.absorb(
-            feature_map, k, v, state, scale=scale, key_mask=key_mask, chunk_size=chunk_size
-        )
+        after: State = backend.absorb(spec, call, k, v, state)
     return after
 
 
-def read(
-    feature_map: FeatureMap,
-    q: Tensor,
-    state: LinearState,
-    *,
-    scale: float,
-    chunk_size: int | None = None,
-    normalise: bool = True,
-    backend: str | None = None,
-) -> Tensor:
-    """out (B, Hq, L, E) in q's dtype: every absorbed key is visible to every query."""
-    _prepare(feature_map, chunk_size)
-    module = choose_backend(backend, feature_map, q, normalise=normalise, chunk_size=chunk_size)
+def read(spec: WindowedLinear, call: Call, q: Tensor, state: State) -> Tensor:
+    """out (B, Hq, L, E) in q's dtype: every absorbed key is visible to every query; without a window."""
+    backend = _chosen(spec, call, q)
     with full_precision(q):
-        out: Tensor = module.read(feature_map, q, state, scale=scale, chunk_size=chunk_size, normalise=normalise)
-    return out.to(q.dtype)
+        return backend.read(spec, call, q, state).to(q.dtype)

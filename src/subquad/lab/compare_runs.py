@@ -22,16 +22,17 @@ _SHAPE = ("batch", "heads", "head_dim", "dtype", "backward")
 
 
 def saved_path(name: str) -> Path:
-    """Where `--save NAME` keeps a comparison: a path as it is, a plain name in the folder `subquad-bench`.
+    """Where `--save NAME` keeps a comparison: always inside the folder `subquad-bench`.
 
-    >>> saved_path("before").as_posix(), saved_path("results/x.json").as_posix()
-    ('subquad-bench/before.json', 'results/x.json')
+    >>> saved_path("before").as_posix()
+    'subquad-bench/before.json'
     """
-    if "/" in name or "\\" in name or name.endswith(".json"):
-        return Path(name)
-    if not re.fullmatch(r"[\w.+-]+", name):
-        raise ValueError(f"save={name!r}: a name of letters, digits, '.', '_', '+' and '-', or a path, is expected")
-    return FOLDER / f"{name}.json"
+    if not re.fullmatch(r"[\w+-][\w.+-]*", name):
+        raise ValueError(
+            f"--save {name}: a name of letters, digits, '.', '_', '+' and '-' is expected, not a path; the run is kept "
+            f"as {FOLDER}/NAME.json, and --json FILE writes anywhere"
+        )
+    return FOLDER / f"{name.removesuffix('.json')}.json"
 
 
 @dataclass(frozen=True)

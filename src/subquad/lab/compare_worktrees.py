@@ -25,7 +25,7 @@ from subquad.lab.measure import Timing
 __all__ = ["compare_revisions", "is_revision"]
 
 WORKING_TREE = "."
-_KERNELS = Path("src/subquad/kernels")
+_KERNELS = Path("src/subquad/kernels/native")
 
 
 def _git(*arguments: str, at: Path) -> str:

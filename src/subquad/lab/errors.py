@@ -18,17 +18,16 @@ from typing import Any
 from torch import Tensor
 
 from subquad import checks
-from subquad.features.calibration import Calibration
 from subquad.lab.making import options_for
 from subquad.mechanisms import MECHANISMS, create
 from subquad.mechanisms.base import Mechanism
+from subquad.mechanisms.performer import Performer
 from subquad.plain_text import aligned, first_line
-from subquad.planning.baselines import baseline_errors, means_of
-from subquad.planning.candidates import PLANNABLE
-from subquad.planning.curve import Curve, refusal
-from subquad.planning.measuring import Piece
-from subquad.planning.prediction import calibrated, check_inputs
-from subquad.planning.sampling import CANDIDATES, blocks
+from subquad.planning.baselines import baseline_errors
+from subquad.planning.candidates import PLANNABLE, calibrated
+from subquad.planning.closed_form import closed_form, refusal
+from subquad.planning.piece import Piece, check_inputs
+from subquad.planning.prediction import draws_something
 
 __all__ = ["FAMILIES", "PROJECTIONS", "SIZES", "ErrorLine", "ErrorPoint", "ErrorStudy", "error_study", "error_table"]
 
@@ -41,8 +40,14 @@ PROJECTIONS: dict[str, dict[str, Any]] = {
     "simplex": {"projection": "simplex"},
 }
 # What plays the part of the number of features elsewhere; a mechanism not listed has one setting.
-SIZES = {"local": "window", "hybrid": "window", "nystrom": "landmarks", "clustered": "clusters",
-         "improved-clustered": "clusters"}  # fmt: skip
+SIZES = {
+    "multipole": "exact_keys",
+    "local": "window",
+    "hybrid": "window",
+    "nystrom": "landmarks",
+    "clustered": "clusters",
+    "improved-clustered": "clusters",
+}
 _MODIFIERS = ("antithetic", "center")
 
 
@@ -90,6 +95,18 @@ class ErrorStudy:
     criterion: str
     settings: Mapping[str, Any]
     complete: bool
+
+    @property
+    def measured_on(self) -> str:
+        """How much of the input was measured: all of it, or how many of its tokens; cross attention is named so."""
+        asked = self.settings
+        keys, tokens = asked["keys"], asked["tokens"]
+        if asked["length"] != keys:
+            some = "" if tokens == keys else f", of which {asked['measured_queries']} and {tokens} are measured"
+            return f"cross attention: {asked['length']} queries to {keys} keys{some}"
+        return (
+            f"all {keys} tokens are measured" if tokens == keys else f"the first {tokens} of {keys} tokens are measured"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Every number, ready for `lab.write_json`."""
@@ -189,26 +206,18 @@ def error_study(
     mask = None if key_mask is None else key_mask.cpu()
     number = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     piece = Piece(q, k, v, tokens=tokens, is_causal=is_causal, scale=scale, key_mask=mask, seed=seed)
-    # The prediction and the baselines are of the very tokens that are measured.
-    real = piece.call["key_mask"]
-    real = real if isinstance(real, Tensor) else None
-    own_v = None if v is None else piece.v
-    sample = list(
-        blocks(piece.q, piece.k, own_v, scale=number, is_causal=is_causal, key_mask=real, max_queries=CANDIDATES)
-    )  # fmt: skip
-    if not sample:
-        raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
+    if not piece.norm > 0:
+        raise ValueError(
+            "softmax attention is 0 here, and no error is relative to 0: v is 0, or key_mask leaves no key"
+        )
     if baselines is None:
-        moments = Calibration(k.shape[1], k.shape[-1])
-        moments.update(q, k, mask)
-        weights, outs = baseline_errors(sample, means_of(moments, number))
-        baselines = weights if v is None else outs
+        baselines = baseline_errors(piece, q, k, mask)
     seen = (q, k, mask) if calibration is None else (*calibration, None)
     lines: list[ErrorLine] = []
     complete = False
     try:
         for label, name, options, size in curves:
-            line = _line(label, name, options, size, sizes, piece, sample, seen, number, draws, seed, predict, v)
+            line = _line(label, name, options, size, sizes, piece, seen, draws, seed, predict and v is None)
             lines.append(line)
             if on_line:
                 on_line(line, len(lines), len(curves))
@@ -217,7 +226,8 @@ def error_study(
         pass  # the caller sees complete=False and still has every finished line
     settings = {
         "batch": q.shape[0], "heads": q.shape[1], "kv_heads": k.shape[1], "length": q.shape[2], "keys": k.shape[2],
-        "head_dim": q.shape[-1], "tokens": piece.tokens, "num_features": sizes, "is_causal": is_causal, "scale": number,
+        "head_dim": q.shape[-1], "tokens": piece.tokens,
+        "measured_queries": piece.q.shape[2], "num_features": sizes, "is_causal": is_causal, "scale": number,
         "draws": draws, "seed": seed, "calibrated_on": "the data itself" if calibration is None else "other data",
     }  # fmt: skip
     criterion = "attention matrix" if v is None else "output"
@@ -226,34 +236,27 @@ def error_study(
 
 def _line(
     label: str, name: str, options: dict[str, Any], size: str | None, sizes: Sequence[int], piece: Piece,
-    sample: list[Any], seen: tuple[Tensor, Tensor, Tensor | None], scale: float, draws: int, seed: int, predict: bool,
-    v: Tensor | None,
+    seen: tuple[Tensor, Tensor, Tensor | None], draws: int, seed: int, predict: bool,
 ) -> ErrorLine:  # fmt: skip
     """One curve; a setting that the mechanism refuses is left out, and the note says why."""
     points: list[ErrorPoint] = []
     notes: dict[str, None] = {}
-    curve: Curve | None = None
     if name != "softmax" and name not in PLANNABLE:
         notes["a function of its own or to be trained first: its distance from softmax attention is no failure"] = None
     for value in sizes if size is not None else [None]:
         chosen = options if size is None else {**options, size: value}
         try:
             attend = calibrated(_make(name, chosen, piece.q, piece.k, seed), *seen)
-            far = getattr(attend, "far", attend)
-            random = "seed" in attend.options() or "seed" in far.options()
-            found = piece.errors(attend, draws=draws if random else 1)
+            found = piece.errors(attend, draws=draws if draws_something(attend) else 1)
         except (ValueError, NotImplementedError) as error:
             if not points and value == sizes[-1]:
                 raise  # nothing of it can be measured: that is the user's to know, not a footnote
             notes[f"{size} {value}: {first_line(error)}"] = None
             continue
         predicted, reliable = None, False
-        if predict and refusal(attend) is None:
-            # One pass over the keys serves every number of features.
-            curve = curve or Curve(attend, sample, scale=scale, max_rows=32, max_keys=256)
-            count = getattr(attend, "num_features", None)
-            predicted = curve.error(count, output=v is not None)
-            reliable = curve.trust(count)[0]
+        if predict and isinstance(attend, Performer) and refusal(attend, piece.tokens) is None:
+            form = {"scale": piece.scale, "is_causal": piece.call["is_causal"], "key_mask": piece.call["key_mask"]}
+            predicted, _, reliable = closed_form(attend, piece.q, piece.k, **form)
         deviation = statistics.stdev(found) if len(found) > 1 else 0.0
         points.append(ErrorPoint(value, statistics.fmean(found), deviation, len(found), predicted, reliable))
     return ErrorLine(label, name, options, size, tuple(points), "; ".join(notes))
@@ -285,9 +288,10 @@ def error_table(study: ErrorStudy) -> str:
     asked = study.settings
     shape = f"B{asked['batch']} H{asked['heads']} D{asked['head_dim']}, {asked['tokens']} tokens"
     form = "causal" if asked["is_causal"] else "full"
+    draws = "one draw" if asked["draws"] == 1 else f"mean of {asked['draws']} draws"
     text += [
         "",
-        f"{shape}, {form}, mean of {asked['draws']} draws; in brackets the closed form",
+        f"{shape}, {form}, {draws}; in brackets the closed form",
         "relative squared error against softmax attention; ! no better than uniform (the mean of the values);",
         "? the closed form is outside its range. The lines below the rule have no randomness: they are exact.",
     ]

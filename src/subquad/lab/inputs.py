@@ -87,7 +87,8 @@ def read_inputs(path: str | Path, prefix: str = "") -> Inputs:
             f"reading {path} needs safetensors, which is not installed: pip install 'subquad[hf]'"
         ) from None
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file; a safetensors file with tensors q and k is expected")
+        found = "this is a folder" if path.is_dir() else "there is no such file"
+        raise ValueError(f"{path}: {found}; a safetensors file with tensors q and k is expected")
     try:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad.hf.conversion.capturing import run
+from subquad.kernels.operator import Call
 from subquad.mechanisms import Mechanism
 from subquad.nn.pooling import pool
 from subquad.planning.baselines import uniform_attention
@@ -45,8 +46,8 @@ class Uniform(Mechanism):
     complexity = "O(L)"
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = ({},)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, key_mask: Tensor | None, **_: Any) -> Tensor:
-        return uniform_attention(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        return uniform_attention(q, k, v, is_causal=is_causal, key_mask=call.key_mask)
 
 
 def read_documents(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from .. import checks
 from .base import Mechanism
 from .clustered import Clustered, ImprovedClustered
 from .efficient import Efficient
+from .head_groups import HeadGroups
 from .hedgehog import Hedgehog
 from .hybrid import Hybrid
 from .kernelised import Kernelised
@@ -17,6 +18,7 @@ from .linear import LinearAttention
 from .linformer import Linformer
 from .local import Local
 from .lsh import LSH
+from .multipole import Multipole
 from .nystrom import Nystrom
 from .performer import Performer
 from .separable_linformer import SeparableLinformer
@@ -24,7 +26,7 @@ from .softmax import Softmax
 from .sparse import Sparse
 from .taylor import Taylor
 
-__all__ = ["MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
+__all__ = ["COMBINED", "MECHANISMS", "Kernelised", "Mechanism", "attention", "create", "describe", "list_mechanisms"]
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     "clustered": Clustered,
@@ -36,6 +38,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "linformer": Linformer,
     "local": Local,
     "lsh": LSH,
+    "multipole": Multipole,
     "nystrom": Nystrom,
     "performer": Performer,
     "separable-linformer": SeparableLinformer,
@@ -45,6 +48,10 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 }
 
 
+# Made of other mechanisms, which have to be named: in no list of what one could try, but created and tested like them.
+COMBINED: dict[str, type[Mechanism]] = {"head-groups": HeadGroups}
+
+
 def _lookup(name: object) -> type[Mechanism]:
     if isinstance(name, type) and issubclass(name, Mechanism):
         if not hasattr(name, "name"):
@@ -52,6 +59,8 @@ def _lookup(name: object) -> type[Mechanism]:
         return name
     if not isinstance(name, str):
         raise TypeError(f"mechanism must be a name, a Mechanism class or a Mechanism object, got {type(name).__name__}")
+    if name in COMBINED:
+        return COMBINED[name]
     if name not in MECHANISMS:
         hint = checks.nearest(name, MECHANISMS)
         raise ValueError(f"mechanism {name!r} is not known; expected one of {sorted(MECHANISMS)}{hint}")
@@ -99,6 +108,7 @@ def create(
     cls = _lookup(mechanism)
     if head_dim is None:
         raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")
+    options = cls.without_aliases(options)
     checks.check_options(f"mechanism {cls.name!r}", options, cls.options())
     return cls(head_dim, heads, kv_heads, **options)
 
@@ -141,16 +151,27 @@ def list_mechanisms(
     *,
     causal: bool | None = None,
     recurrent: bool | None = None,
+    constant_memory: bool | None = None,
     exact: bool | None = None,
     kernelised: bool | None = None,
 ) -> list[str]:
     """The names of all mechanisms, or of those with the given properties.
 
+    recurrent: has a `scan`;  constant_memory: and its state does not grow with the context
+
     >>> import subquad as sq
     >>> "performer" in sq.list_mechanisms(causal=True, recurrent=True)
     True
+    >>> sorted(set(sq.list_mechanisms(recurrent=True)) - set(sq.list_mechanisms(constant_memory=True)))
+    ['multipole', 'softmax']
     """
-    wanted = {"causal": causal, "recurrent": recurrent, "exact": exact, "kernelised": kernelised}
+    wanted = {
+        "causal": causal,
+        "recurrent": recurrent,
+        "constant_memory": constant_memory,
+        "exact": exact,
+        "kernelised": kernelised,
+    }
     for fact, value in wanted.items():
         if value is not None:
             checks.check_flag(fact, value)
@@ -162,7 +183,7 @@ def list_mechanisms(
 
 
 def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
-    """Equation, paper, complexity, causal / recurrent / exact / kernelised, and options with their defaults.
+    """Equation, paper, complexity, what `list_mechanisms` selects by, and options with their defaults.
 
     >>> import subquad as sq
     >>> sq.describe("linear")["paper"]
@@ -176,6 +197,7 @@ def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
         "complexity": cls.complexity,
         "causal": cls.causal,
         "recurrent": cls.recurrent,
+        "constant_memory": cls.constant_memory,
         "exact": cls.exact,
         "kernelised": cls.kernelised,
         "options": cls.options(),

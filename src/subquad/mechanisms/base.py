@@ -13,18 +13,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from .. import checks
 from ..features.calibration import calibrations
+from ..kernels.operator import Call
+from ..state import State, check_continues, check_fits
 
-__all__ = ["Mechanism", "real_keys", "without_padding"]
+__all__ = ["Mechanism", "check_call", "without_padding"]
 
 
-def real_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """(B, S) bool, True = real: the mask of keys k (B, H, S, D), written out where none was given."""
-    return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+def check_call(call: Call) -> None:
+    """Refuse what a mechanism with one fast form and one definition does not know."""
+    if call.backend is not None:
+        checks.check_option("backend", call.backend, ("reference",))
 
 
 def without_padding(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -40,7 +42,8 @@ class Mechanism(nn.Module):
 
     Facts, as class attributes:
         name, equation, paper, complexity: text for `describe`
-        causal, recurrent, exact:  has a causal form; a constant-memory `scan`; equals softmax attention
+        causal, recurrent, exact:  has a causal form; has a `scan`; equals softmax attention
+        constant_memory:           the state of its `scan` does not grow with the context
         causal_refusal:            why there is no causal form, where there is none
         cross:                     takes other numbers of queries than keys
         leaks_by_selection:        its choices (not its weights) see later tokens, which is documented
@@ -53,9 +56,12 @@ class Mechanism(nn.Module):
     complexity: ClassVar[str]
     causal: ClassVar[bool] = True
     recurrent: ClassVar[bool] = False
+    constant_memory: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     kernelised: ClassVar[bool] = False
     causal_refusal: ClassVar[str] = ""
+    # Other names of options that are accepted, and what they stand for.
+    aliases: ClassVar[dict[str, str]] = {}
     cross: bool = True
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
@@ -75,9 +81,9 @@ class Mechanism(nn.Module):
         self.head_dim = head_dim
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
-        # Who attends in this mechanism's place, with its checks and its `_attend`'s arguments: a sequence that is cut
-        # over processes sets it (subquad.parallel), and a copy of the module keeps it.
-        self.instead: Callable[..., Tensor] | None = None
+        # What `forward` calls in place of `_attend`, with the mechanism in front of the same arguments: a sequence that
+        # is cut over processes sets it (subquad.parallel), and a copy of the module keeps it.
+        self.attend_override: Callable[..., Tensor] | None = None
 
     @classmethod
     def options(cls) -> dict[str, Any]:
@@ -85,6 +91,22 @@ class Mechanism(nn.Module):
         parameters = inspect.signature(cls.__init__).parameters.values()
         fixed = ("self", "head_dim", "heads", "kv_heads")
         return {p.name: p.default for p in parameters if p.name not in fixed and p.kind is not p.VAR_KEYWORD}
+
+    @classmethod
+    def without_aliases(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Options under their own names, where some were given by another name that is accepted.
+
+        >>> import subquad as sq
+        >>> sq.create("local", head_dim=8, global_tokens=2).sinks
+        2
+        """
+        named = dict(options)
+        for alias, name in cls.aliases.items():
+            if alias in named:
+                if name in named:
+                    raise TypeError(f"{cls.name}: {alias} is another name of {name}; give one of them")
+                named[name] = named.pop(alias)
+        return named
 
     def config(self) -> dict[str, Any]:
         """What this mechanism is, as plain data: `create(**config)` makes it again.
@@ -122,6 +144,15 @@ class Mechanism(nn.Module):
         if self.kv_heads is None:
             raise ValueError(f"{self.name} with {why} has parameters per head: pass heads= (and kv_heads= if grouped)")
         return self.kv_heads
+
+    def _continued(
+        self, state: Any, origin: str, tokens: Tensor, heads: int | None = None, width: int | None = None
+    ) -> State:
+        """The state, if tokens (B, ., L, D) with so many KV heads and this value width can go on from it."""
+        check_continues(state, State, origin, f"{self.name}'s scan() or absorb()")
+        assert isinstance(state, State)
+        check_fits(state.holds(), tokens, heads, width)
+        return state
 
     def resolve_scale(self, scale: float | None) -> float:
         """The caller's scale, or 1/sqrt(head_dim)."""
@@ -178,20 +209,14 @@ class Mechanism(nn.Module):
             # The last, odd-sized batch of a data loader: nothing to compute, but still a part of the graph.
             return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
         k, v = without_padding(k, v, key_mask)
-        attend = self._attend if self.instead is None else partial(self.instead, self)
-        out = attend(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            scale=self.resolve_scale(scale),
-            key_mask=key_mask,
-            query_mask=query_mask,
-            backend=backend,
-            chunk_size=chunk_size,
-        )
+        call = Call(self.resolve_scale(scale), key_mask, query_mask, backend, chunk_size)
+        attend = self._attend if self.attend_override is None else partial(self.attend_override, self)
+        out = attend(q, k, v, call, is_causal=is_causal)
         if query_mask is not None:
             out = out.masked_fill(~query_mask.unsqueeze(1).unsqueeze(-1), 0.0)
+        if q.shape[2] == 0 or k.shape[2] == 0:
+            # Nothing was computed, but the result is still a part of the graph: its gradients are 0, not absent.
+            out = out + sum(x.flatten()[:0].sum() for x in (q, k, v))
         return out
 
     def scan(
@@ -224,16 +249,8 @@ class Mechanism(nn.Module):
             )
         checks.check_chunk_size(chunk_size)
         k, v = without_padding(k, v, key_mask)
-        return self._scan(
-            q,
-            k,
-            v,
-            state,
-            scale=self.resolve_scale(scale),
-            key_mask=key_mask,
-            backend=backend,
-            chunk_size=chunk_size,
-        )
+        call = Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size)
+        return self._scan(q, k, v, state, call)
 
     def absorb(
         self,
@@ -247,7 +264,14 @@ class Mechanism(nn.Module):
         chunk_size: int | None = None,
     ) -> Any:
         """The state after keys k (B, H, S, D) and values v (B, H, S, E), to be read by later queries."""
-        raise NotImplementedError(f"{self.name} has no state to absorb into; see list_mechanisms(recurrent=True)")
+        if not self.absorbs:
+            raise NotImplementedError(f"{self.name} has no state to absorb into; see list_mechanisms(recurrent=True)")
+        checks.check_keys(k, v, self.head_dim, self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        checks.check_chunk_size(chunk_size)
+        k, v = without_padding(k, v, key_mask)
+        call = Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size)
+        return self._absorb(k, v, state, call)
 
     def read(
         self,
@@ -259,7 +283,17 @@ class Mechanism(nn.Module):
         chunk_size: int | None = None,
     ) -> Tensor:
         """out (B, Hq, L, E): every absorbed key is visible to every query."""
-        raise NotImplementedError(f"{self.name} has no state to read; see list_mechanisms(recurrent=True)")
+        if not self.absorbs:
+            raise NotImplementedError(f"{self.name} has no state to read; see list_mechanisms(recurrent=True)")
+        checks.check_queries(q, self.head_dim, self.heads)
+        checks.check_chunk_size(chunk_size)
+        call = Call(self.resolve_scale(scale), None, None, backend, chunk_size)
+        return self._read(q, state, call)
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether it has `absorb` and `read`, for cross attention while decoding."""
+        return type(self)._absorb is not Mechanism._absorb
 
     @property
     def uses_calibration(self) -> bool:
@@ -283,33 +317,16 @@ class Mechanism(nn.Module):
         """
         raise ValueError(f"{self.name} as configured uses no calibration; nothing was changed")
 
-    # -- what a mechanism implements --------------------------------------------------------------------------------
+    # -- what a mechanism implements: inputs are checked, masked keys and values are 0, the scale is a number ----------
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not implement attention")
 
-    def _scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        *,
-        scale: float,
-        key_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> tuple[Tensor, Any]:
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
         raise NotImplementedError(f"{type(self).__name__} does not implement scan")
+
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} does not implement absorb")
+
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not implement read")

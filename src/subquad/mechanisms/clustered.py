@@ -25,10 +25,10 @@ from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
-from .base import Mechanism
+from ..kernels.kmeans import CLUSTERINGS, ClusterDraw, cluster, cluster_means
+from ..kernels.operator import Call
+from .base import Mechanism, check_call
 from .buckets import slots, take_rows
-from .kmeans import CLUSTERINGS, ClusterDraw, cluster, cluster_means
-from .windows import check_call
 
 __all__ = ["Clustered", "ImprovedClustered"]
 
@@ -73,42 +73,31 @@ class _ByCluster(Mechanism):
         """Resample hyperplanes and starting points: the next draw of the same seed."""
         self.draw.redraw()
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        check_call(backend, chunk_size)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        check_call(call)
         batch, heads, length, _ = q.shape
         if length == 0 or k.shape[2] == 0:
             return v.new_zeros((batch, heads, length, v.shape[-1]))
         with full_precision(q):
             dtype = compute_dtype(q)
             queries, keys, values = q.to(dtype), k.to(dtype), v.to(dtype)
-            if key_mask is not None:
-                keys, values = (x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (keys, values))
-            asked = None if query_mask is None else query_mask.repeat_interleave(heads, 0)
-            if query_mask is not None:
-                queries = queries.masked_fill(~query_mask[:, None, :, None], 0.0)
+            if call.key_mask is not None:
+                keys, values = (x.masked_fill(~call.key_mask[:, None, :, None], 0.0) for x in (keys, values))
+            asked = None if call.query_mask is None else call.query_mask.repeat_interleave(heads, 0)
+            if call.query_mask is not None:
+                queries = queries.masked_fill(~call.query_mask[:, None, :, None], 0.0)
             flat = queries.flatten(0, 1)
             assigned = cluster(flat, asked, self.draw, clustering=self.clustering, iterations=self.iterations)
             centroid = cluster_means(flat, assigned, asked, self.clusters)  # (X, C, D)
             # Query heads that share a key head stand side by side in one product: (B, H, groups C, D).
             centroid = centroid.view(batch, k.shape[1], -1, self.head_dim)
-            scores = (scale * centroid) @ keys.mT
-            if key_mask is not None:
-                scores = scores.masked_fill(~key_mask[:, None, None, :], LOW)
-            corrected = self._correct(queries, keys, values, scores, assigned, scale, key_mask, backend == "reference")
-            if key_mask is not None:
-                corrected = corrected.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
+            scores = (call.scale * centroid) @ keys.mT
+            if call.key_mask is not None:
+                scores = scores.masked_fill(~call.key_mask[:, None, None, :], LOW)
+            dense = call.backend == "reference"
+            corrected = self._correct(queries, keys, values, scores, assigned, call.scale, call.key_mask, dense)
+            if call.key_mask is not None:
+                corrected = corrected.masked_fill(~call.key_mask.any(-1)[:, None, None, None], 0.0)
         return corrected.to(v.dtype)
 
     def _correct(

@@ -21,7 +21,8 @@ from .. import checks
 from ..features.base import scaled
 from ..features.elementwise import ElementwiseFeatures, LogFeatures
 from ..kernels import dispatch
-from ..state import LinearState
+from ..kernels.operator import Call, refuse_second_derivatives
+from ..state import State, finite
 from .kernelised import Kernelised
 
 __all__ = ["Efficient"]
@@ -32,9 +33,27 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def _log_total(state: LinearState) -> Tensor:
+def _log_total(state: State) -> Tensor:
     """log sum_j e^{k_jr} over absorbed keys, (B, H, D); -inf where there are none."""
-    return state.normaliser.log() + state.log_max
+    assert state.far is not None
+    return state.far.normaliser.log() + state.far.log_max
+
+
+def _running_log_total(x: Tensor) -> Tensor:
+    """log sum_{j <= i} e^{x_j}, x (..., L, D). Torch's second derivative of it is NaN."""
+    (x,) = refuse_second_derivatives("a running logsumexp", x)
+    return torch.logcumsumexp(x, -2)
+
+
+def _running_definition(x: Tensor) -> Tensor:
+    """The same with every derivative, O(L^2): from the L x L matrix of visible tokens."""
+    length = x.shape[-2]
+    visible = torch.ones(length, length, dtype=torch.bool, device=x.device).tril().unsqueeze(-1)
+    terms = x.unsqueeze(-3).masked_fill(~visible, float("-inf"))
+    shift = finite(terms.detach().amax(-2, keepdim=True))
+    total = (terms - shift).exp().sum(-2)
+    empty = total == 0
+    return (total.masked_fill(empty, 1.0).log() + shift.squeeze(-2)).masked_fill(empty, float("-inf"))
 
 
 @final
@@ -74,49 +93,35 @@ class Efficient(Kernelised):
         total = torch.where(torch.isinf(log_total), torch.zeros_like(log_total), log_total)
         return (torch.log_softmax(x, -1) - total.unsqueeze(2)).flatten(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **call: Any) -> Tensor:
-        call.pop("query_mask")
-        scale = call["scale"]
-        state = self._empty(k, v, scale)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         if is_causal:
-            return self._scan(q, k, v, state, **call)[0]
-        state = dispatch.absorb(self.feature_map, k, v, state, **call)
-        call.pop("key_mask")
-        return self._read(q, state, v.dtype, **call)
+            return self._scan(q, k, v, None, call)[0]
+        return self._from(q, self._absorb(k, v, None, call), call, v.dtype)
 
-    def _read(self, q: Tensor, state: LinearState, dtype: torch.dtype, *, scale: float, **call: Any) -> Tensor:
+    def _from(self, q: Tensor, state: State, call: Call, dtype: torch.dtype) -> Tensor:
+        """What queries read from a state, in `dtype`."""
         if self.normalization == "softmax":
-            log_q = self._log_queries(q, _log_total(state).unsqueeze(-2), scale)
-            return dispatch.read(self.feature_map, log_q, state, scale=1.0, **call).to(dtype)
-        out = dispatch.read(self.feature_map, q.to(state.weighted.dtype), state, scale=scale, normalise=False, **call)
+            log_q = self._log_queries(q, _log_total(state).unsqueeze(-2), call.scale)
+            return dispatch.read(self._spec(False), call._replace(scale=1.0), log_q, state).to(dtype)
+        out = dispatch.read(self._spec(False), call, q.to(state.weighted.dtype), state)
         return (out / state.count.clamp(min=1)[:, None, None, None]).to(dtype)
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, LinearState]:
-        scale, key_mask = call.pop("scale"), call["key_mask"]
-        state = self._empty(k, v, scale) if state is None else self._checked(state, k, k.shape[1], v.shape[-1], scale)
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, State]:
+        state = self._before(k, v, state, call.scale)
+        key_mask = call.key_mask
         if self.normalization == "scaling":
             real = torch.ones_like(k[:, 0, :, 0], dtype=torch.int64) if key_mask is None else key_mask.long()
             seen = (state.count[:, None] + real.cumsum(-1)).clamp(min=1)
             wide = v.to(state.weighted.dtype)  # divide before rounding to v's dtype
-            out, after = dispatch.causal(self.feature_map, q, k, wide, state, scale=scale, normalise=False, **call)
+            out, after = dispatch.scan(self._spec(True), call, q, k, wide, state)
             return (out / seen[:, None, :, None]).to(v.dtype), after
-        log_k = scaled(k.to(state.weighted.dtype), scale, queries=False)
+        log_k = scaled(k.to(state.weighted.dtype), call.scale, queries=False)
         hidden = log_k if key_mask is None else log_k.masked_fill(~key_mask[:, None, :, None], float("-inf"))
         before = _log_total(state).unsqueeze(-2)
-        log_total = torch.logcumsumexp(torch.cat([before, hidden], -2), -2)[..., 1:, :]
-        log_q = self._log_queries(q, log_total, scale)
-        return dispatch.causal(self.feature_map, log_q, log_k, v, state, scale=1.0, **call)
+        running = _running_definition if call.backend == "reference" else _running_log_total
+        log_total = running(torch.cat([before, hidden], -2))[..., 1:, :]
+        log_q = self._log_queries(q, log_total, call.scale)
+        return dispatch.scan(self._spec(True), call._replace(scale=1.0), log_q, log_k, v, state)
 
-    def read(
-        self,
-        q: Tensor,
-        state: Any,
-        *,
-        scale: float | None = None,
-        backend: str | None = None,
-        chunk_size: int | None = None,
-    ) -> Tensor:
-        checks.check_queries(q, self.head_dim, self.heads)
-        number = self.resolve_scale(scale)
-        state = self._checked(state, q, None, None, number)
-        return self._read(q, state, q.dtype, scale=number, backend=backend, chunk_size=chunk_size)
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        return self._from(q, self._continued(state, self._origin(call.scale), q), call, q.dtype)

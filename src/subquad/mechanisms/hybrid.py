@@ -13,23 +13,17 @@ those of Xiao et al., "Efficient Streaming Language Models with Attention Sinks"
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..features.precision import full_precision, widened
-from ..kernels.checkpointing import tracing
-from ..kernels.dispatch import check_backend
-from ..state import check_continues, check_fits
-from . import near_far, near_far_native, near_far_reference, two_sided
-from .base import Mechanism, real_keys
-from .hybrid_state import HybridState
+from ..kernels.operator import Call
+from ..kernels.windowed_linear import WindowedLinear
+from .base import Mechanism
 from .kernelised import Kernelised
-from .softmax import fused_softmax
-from .windows import all_finite
+from .windowed import Windowed
 
 __all__ = ["Hybrid"]
 
@@ -88,15 +82,15 @@ def _variants() -> tuple[dict[str, Any], ...]:
 
 
 @final
-class Hybrid(Mechanism):
+class Hybrid(Windowed):
     """Exact window and sinks, kernelised far field.
 
     window: tokens on each side with exact weights (causal: the last `window` tokens and the token itself)
     sinks:  the first keys, exact for everyone
     far:    a kernelised mechanism for the rest: a name, {"mechanism": name, **options}, or an object
 
-    Positions are counted from the first real key of a sequence, so padding in front changes nothing; padding between
-    real tokens holds a place in the window. `scale` multiplies q.k in both fields. Far maps that estimate e^{scale q.k}
+    A token whose key is masked is no part of its sequence: it takes no place in any window, and its own output is 0.
+    `scale` multiplies q.k in both fields. Far maps that estimate e^{scale q.k}
     (performer with the softmax kernel, taylor) join the exact weights as they are; the others (linear, relu, the
     Gaussian kernel, hedgehog) get a learned factor per head, which needs heads=. Signed maps (trig, Taylor degree 1,
     hermite) can make far weights negative: a row whose normaliser comes close to 0 is then unbounded.
@@ -121,8 +115,6 @@ class Hybrid(Mechanism):
     equation = "(sum_near e^s v + c sum_far phi(q).phi(k) v) / (the same with 1 for v), s = q.k / sqrt(D)"
     paper = 'after Arora et al., "Based", 2024, and Xiao et al., "Attention Sinks", 2024'
     complexity = "O(L (M + window + sinks) (D + E)); state O(M E + (window + sinks) (D + E))"
-    recurrent = True
-    cross = False
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = _variants()
     far: Kernelised
 
@@ -137,9 +129,7 @@ class Hybrid(Mechanism):
         far: str | dict[str, Any] | Mechanism = "performer",
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
-        checks.check_positive("window", window, 0)
-        checks.check_positive("sinks", sinks, 0)
-        self.window, self.sinks = window, sinks
+        self._set_window(window, sinks)
         self.far = _make_far(far, head_dim, heads, kv_heads)
         self.signed = self.far.signed
         self.log_scale: nn.Parameter | None = None
@@ -161,126 +151,24 @@ class Hybrid(Mechanism):
         """Calibrate the far field."""
         self.far.calibrate(q, k, key_mask=key_mask, query_mask=query_mask)
 
+    def _spec(self, is_causal: bool) -> WindowedLinear:
+        return WindowedLinear(self.far.feature_map, self.window, self.sinks, self.log_scale, is_causal)
+
     def _origin(self, scale: float) -> str:
         return f"hybrid(window={self.window}, sinks={self.sinks}) over {self.far._origin(scale)}"
 
-    def _empty(self, k: Tensor, v: Tensor, scale: float) -> HybridState:
-        far = self.far._empty(k, v, scale)
-        far = replace(far, origin=self._origin(scale))
-        return HybridState.empty(
-            far, k, window=self.window, sinks=self.sinks, feature_map=self.far.feature_map, scale=scale
-        )
+    @property
+    def instead_of_cross(self) -> str:  # type: ignore[override]
+        """Its far field alone."""
+        return f"its far field alone, {self.far.name!r}"
 
-    def _checked(self, state: Any, k: Tensor, v: Tensor, scale: float) -> HybridState:
-        check_continues(state, HybridState, self._origin(scale), "hybrid's scan()")
-        assert isinstance(state, HybridState)
-        check_fits(state.window_v, k, k.shape[1], v.shape[-1])
-        return state
-
-    def _backend(self, backend: str | None, chunk_size: int | None, *tensors: Tensor) -> str:
-        """Who computes: the named backend, or the fastest that takes the call."""
-        feature_map = self.far.feature_map
-        feature_map.check_ready()
-        empty = tensors[0].shape[2] == 0
-        if backend is None:
-            quick = chunk_size is None and not empty and near_far_native.wins(feature_map, *tensors)
-            return "native" if quick else "chunked"
-        checks.check_option("backend", backend, ("reference", "chunked", "native"))  # not all that the far field has
-        check_backend(backend, feature_map, *tensors)
-        return "chunked" if backend == "native" and empty else backend  # of nothing there is only one attention
-
-    def _all_near(self, q: Tensor, v: Tensor, is_causal: bool) -> bool:
-        """Whether no key is far from any query, so that this is softmax attention and torch's own is the fastest."""
-        most = self.window + 1 + self.sinks if is_causal else max(self.window + 1, self.sinks)
+    def _all_near(self, q: Tensor, v: Tensor, call: Call, is_causal: bool) -> bool:
         if self.log_scale is not None and torch.is_grad_enabled() and self.log_scale.requires_grad:
             return False  # its gradient is 0, not absent
-        # Torch's kernel multiplies hidden keys by 0, which a value that is not finite survives.
-        return 0 < q.shape[2] <= most and all_finite(v)
-
-    def _exactly(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, key_mask: Tensor | None
-    ) -> Tensor:
-        visible = None
-        if key_mask is not None:
-            visible = key_mask[:, None, None, :].expand(-1, 1, q.shape[2], -1)
-            visible = visible.tril() if is_causal else visible
-        with full_precision(q):
-            q, k, values = (widened(x) for x in (q, k, v))
-            return fused_softmax(q, k, values, visible, is_causal and visible is None, scale).to(v.dtype)
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"hybrid needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: its window stands around a "
-                f"query's own position, which cross attention does not have. Use its far field alone, {self.far.name!r}"
-            )
-        if backend is None and chunk_size is None and self._all_near(q, v, is_causal):
+        near = super()._all_near(q, v, call, is_causal)
+        if near:
             self.far.feature_map.check_ready()
-            return self._exactly(q, k, v, is_causal, scale, key_mask)
-        who = self._backend(backend, chunk_size, q, k, v)
-        if who == "native":
-            near: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "log_far": self.log_scale}
-            with full_precision(q):
-                return near_far_native.attend(
-                    self.far.feature_map, q, k, v, scale=scale, key_mask=key_mask, causal=is_causal, **near
-                ).to(v.dtype)
-        if is_causal:
-            return self._scan(q, k, v, None, scale=scale, key_mask=key_mask, backend=who, chunk_size=chunk_size)[0]
-        with full_precision(q):
-            state, feature_map = self._empty(k, v, scale), self.far.feature_map
-            mask = real_keys(k, key_mask)
-            if who == "reference":
-                out = near_far_reference.full(feature_map, q, k, v, state, self.log_scale, mask)
-            else:
-                slot, _ = near_far.positions(state, mask)
-                size = chunk_size or near_far.chunk_tokens(q, feature_map, self.window)
-                looking = q.shape[2] > 0 and q.device.type == "cpu" and not tracing(q)
-                full = two_sided.full if looking else near_far.full
-                out = full(feature_map, q, k, v, mask, slot, state, log_far=self.log_scale, chunk_size=size)
-        return out.to(v.dtype)
-
-    def _scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        *,
-        scale: float,
-        key_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> tuple[Tensor, HybridState]:
-        state = self._empty(k, v, scale) if state is None else self._checked(state, k, v, scale)
-        who = self._backend(backend, chunk_size, q, k, v)
-        with full_precision(q):
-            if who == "native":
-                out, after = near_far_native.scan(
-                    self.far.feature_map, q, k, v, state, log_far=self.log_scale, key_mask=key_mask
-                )
-            elif who == "reference":
-                mask = real_keys(k, key_mask)
-                out, after = near_far_reference.causal(self.far.feature_map, q, k, v, state, self.log_scale, mask)
-            else:
-                out, after = near_far.causal(
-                    *(self.far.feature_map, q, k, v, state),
-                    log_far=self.log_scale,
-                    key_mask=key_mask,
-                    chunk_size=chunk_size,
-                )
-        return out.to(v.dtype), after
+        return near
 
     def absorb(self, k: Tensor, v: Tensor, state: Any = None, **call: Any) -> Any:
         """Refused: what a query may see depends on where it stands, which absorb and read leave open."""

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
-from .base import Mechanism, real_keys
+from ..kernels.operator import Call
+from ..kernels.padding import Order, real_keys
+from .base import Mechanism, check_call
 from .softmax import Softmax
-from .windows import Order, check_call
 
 __all__ = ["Linformer", "SequenceProjection", "check_projection", "jl_error", "tie"]
 
@@ -198,27 +199,15 @@ class Linformer(Mechanism):
         """Use `other`'s E from now on, the same parameter and not a copy; both need sharing='layers'."""
         self.projection = tie(self.projection, other, self.name)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        check_call(backend, chunk_size)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        check_call(call)
         dtype = compute_dtype(v)
         with full_precision(q):
             wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
-            if backend == "reference":
-                return self._dense(wide_q, wide_k, wide_v, scale, key_mask).to(v.dtype)
-            mixed_k, mixed_v = self.projection(wide_k, wide_v, key_mask)
-            out: Tensor = self.exact_attention(wide_q, mixed_k, mixed_v, scale=scale)
+            if call.backend == "reference":
+                return self._dense(wide_q, wide_k, wide_v, call.scale, call.key_mask).to(v.dtype)
+            mixed_k, mixed_v = self.projection(wide_k, wide_v, call.key_mask)
+            out: Tensor = self.exact_attention(wide_q, mixed_k, mixed_v, scale=call.scale)
             return out.to(v.dtype)
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> Tensor:

@@ -31,9 +31,9 @@ from ..features.base import LOG2_E
 from ..features.precision import compute_dtype, full_precision
 from ..features.projections import GaussianProjection
 from ..kernels.checkpointing import scan_chunks, tracing
-from .base import Mechanism
+from ..kernels.operator import Call
+from .base import Mechanism, check_call
 from .buckets import Choices, aligned, hash_buckets, ranked, ranked_shared, take_rows
-from .windows import check_call
 
 __all__ = ["LSH"]
 
@@ -135,20 +135,8 @@ class LSH(Mechanism):
             return ranked(key_bucket, query_bucket, key_mask, *numbers)
         return aligned(key_bucket, query_bucket, key_mask, query_mask, *numbers)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        check_call(backend, chunk_size)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        check_call(call)
         batch, heads, length, _ = q.shape
         if self.shared_qk and length != k.shape[2]:
             raise ValueError(
@@ -164,23 +152,25 @@ class LSH(Mechanism):
             keys, values = (x.to(dtype).repeat_interleave(groups, 1).flatten(0, 1) for x in (k, v))
             if self.shared_qk:
                 keys = F.normalize(queries, dim=-1)
-            real = None if key_mask is None else key_mask.repeat_interleave(heads, 0)  # (X, S)
-            asked = None if query_mask is None else query_mask.repeat_interleave(heads, 0)
+            real = None if call.key_mask is None else call.key_mask.repeat_interleave(heads, 0)  # (X, S)
+            asked = None if call.query_mask is None else call.query_mask.repeat_interleave(heads, 0)
             if real is not None:
                 keys, values = (x.masked_fill(~real.unsqueeze(-1), 0.0) for x in (keys, values))
             choices = self._choose(queries, keys, real, asked, is_causal)
             alone = self.shared_qk or is_causal  # a token's own key is treated apart
-            if backend == "reference":
-                out = _dense(queries, keys, values, choices, real, is_causal, alone, scale, self.shared_qk)
+            if call.backend == "reference":
+                out = _dense(queries, keys, values, choices, real, is_causal, alone, call.scale, self.shared_qk)
             else:
                 tables = _tables(choices, real, length, keys.shape[-2])
                 # One row past the end serves every empty slot.
                 sources = tuple(F.pad(x, (0, 0, 0, 1)) for x in (queries, keys, values))
                 rounds = [
-                    _one_round(sources, tables, choices, is_causal, alone, scale, r, self.bucket_size, chunk_size)
+                    _one_round(
+                        sources, tables, choices, is_causal, alone, call.scale, r, self.bucket_size, call.chunk_size
+                    )
                     for r in range(self.rounds)
                 ]
-                out = _merge(torch.stack(rounds), queries, keys, values, real, alone, scale, self.shared_qk)
+                out = _merge(torch.stack(rounds), queries, keys, values, real, alone, call.scale, self.shared_qk)
             if self.shared_qk and real is not None:
                 out = out.masked_fill(~real.unsqueeze(-1), 0.0)
         return out.view(batch, heads, length, -1).to(v.dtype)

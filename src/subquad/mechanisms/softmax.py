@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype
+from ..kernels.chunked.windows import fused_attention
+from ..kernels.operator import Call
+from ..kernels.padding import real_keys
 from ..state import check_continues, check_fits, check_same, register_state
-from .base import Mechanism, real_keys
-from .windows import check_call
+from .base import Mechanism, check_call
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 
@@ -71,10 +72,10 @@ def fused_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_ca
     """`dense_softmax` by torch's fused attention; `visible` None: every key, or every earlier one."""
     grouped = q.shape[1] != k.shape[1]
     if visible is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return fused_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     # A row without a visible key would be 0/0: let it see everything, then make it 0.
     empty = ~visible.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=grouped)
+    out = fused_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=grouped)
     return out.masked_fill(empty, 0.0)
 
 
@@ -96,20 +97,9 @@ class Softmax(Mechanism):
     recurrent = True
     exact = True
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        return self._masked(q, k, v, is_causal, 0, scale, key_mask, backend)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        check_call(call)
+        return self._masked(q, k, v, is_causal, 0, call.scale, call.key_mask, call.backend)
 
     def _masked(
         self,
@@ -123,7 +113,6 @@ class Softmax(Mechanism):
         backend: str | None,
     ) -> Tensor:
         """Query i stands at position past + i."""
-        check_call(backend, None)
         length, keys = q.shape[2], k.shape[2]
         if keys == 0 or length == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
@@ -151,53 +140,18 @@ class Softmax(Mechanism):
         check_fits(state.v, tokens, heads, width, exactly=True)
         return state
 
-    def _scan(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any,
-        *,
-        scale: float,
-        key_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> tuple[Tensor, KVState]:
-        after = self.absorb(k, v, state, scale=scale, key_mask=key_mask)
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, KVState]:
+        after = self._absorb(k, v, state, call)
         past = after.k.shape[2] - k.shape[2]
         # Without padding so far there is nothing to mask, and SDPA's fast path applies.
-        mask = after.mask if key_mask is not None or state is not None else None
-        return self._masked(q, after.k, after.v, True, past, scale, mask, backend), after
+        mask = after.mask if call.key_mask is not None or state is not None else None
+        return self._masked(q, after.k, after.v, True, past, call.scale, mask, call.backend), after
 
-    def absorb(
-        self,
-        k: Tensor,
-        v: Tensor,
-        state: Any = None,
-        *,
-        scale: float | None = None,
-        key_mask: Tensor | None = None,
-        backend: str | None = None,
-        chunk_size: int | None = None,
-    ) -> KVState:
-        checks.check_keys(k, v, self.head_dim, self.kv_heads)
-        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
-        number = self.resolve_scale(scale)
-        check_call(backend, chunk_size)
-        new = KVState(k, v, real_keys(k, key_mask), self._origin(number))
-        return new if state is None else self._checked(state, number, k, k.shape[1], v.shape[-1]).merge(new)
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> KVState:
+        check_call(call)
+        new = KVState(k, v, real_keys(k, call.key_mask), self._origin(call.scale))
+        return new if state is None else self._checked(state, call.scale, k, k.shape[1], v.shape[-1]).merge(new)
 
-    def read(
-        self,
-        q: Tensor,
-        state: Any,
-        *,
-        scale: float | None = None,
-        backend: str | None = None,
-        chunk_size: int | None = None,
-    ) -> Tensor:
-        checks.check_queries(q, self.head_dim, self.heads)
-        number = self.resolve_scale(scale)
-        check_call(backend, chunk_size)
-        state = self._checked(state, number, q)
-        return self._masked(q, state.k, state.v, False, 0, number, state.mask, backend)
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        state = self._checked(state, call.scale, q)
+        return self._masked(q, state.k, state.v, False, 0, call.scale, state.mask, call.backend)

@@ -26,19 +26,13 @@ from torch import Tensor
 from .. import checks
 from ..features.precision import compute_dtype, full_precision
 from ..kernels.checkpointing import Carry, scan_chunks
+from ..kernels.chunked.windowed import CHUNK_BYTES, sweep
+from ..kernels.chunked.windows import dense_partial, packed, unpacked, weighted_sum
+from ..kernels.operator import Call
+from ..kernels.padding import Order, real_keys
 from ..state import Partial, join
-from .base import Mechanism, real_keys
+from .base import Mechanism, check_call
 from .softmax import dense_softmax
-from .windows import (
-    CHUNK_BYTES,
-    Order,
-    check_call,
-    dense_partial,
-    packed,
-    sliding,
-    unpacked,
-    weighted_sum,
-)
 
 __all__ = ["Sparse"]
 
@@ -112,20 +106,8 @@ class Sparse(Mechanism):
             )
         self.pattern, self.stride, self.summary = pattern, stride, summary
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        backend: str | None,
-        chunk_size: int | None,
-    ) -> Tensor:
-        check_call(backend, chunk_size)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        check_call(call)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"sparse needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query "
@@ -134,13 +116,13 @@ class Sparse(Mechanism):
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         with full_precision(q):
-            if backend == "reference":
-                return self._dense(q, k, v, key_mask, is_causal, scale)
+            if call.backend == "reference":
+                return self._dense(q, k, v, call.key_mask, is_causal, call.scale)
             dtype = compute_dtype(v)
-            order = Order(key_mask, k.shape[2], k.device)
+            order = Order(call.key_mask, k.shape[2], k.device)
             q, k, wide = (order.front(x.to(dtype)) for x in (q, k, v))
             attend = self._strided if self.pattern == "strided" else self._fixed
-            return order.back(attend(q, k, wide, order.real, is_causal, scale, chunk_size)).to(v.dtype)
+            return order.back(attend(q, k, wide, order.real, is_causal, call.scale, call.chunk_size)).to(v.dtype)
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
         """The definition: softmax under an L x L mask."""
@@ -169,7 +151,7 @@ class Sparse(Mechanism):
         far = self._columns(q, k, v, real, is_causal, scale, chunk_size) if length > self.stride else None
         ends = (0, 0, window, 0 if is_causal else window)
         near = F.pad(real[:, None, :, None], ends)
-        return sliding(q, F.pad(k, ends), F.pad(v, ends), near, scale, far=far, chunk_size=chunk_size)
+        return sweep(q, F.pad(k, ends), F.pad(v, ends), near, scale, other=far, chunk_size=chunk_size)[0]
 
     def _columns(
         self, q: Tensor, k: Tensor, v: Tensor, real: Tensor, is_causal: bool, scale: float, chunk_size: int | None

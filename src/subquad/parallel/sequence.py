@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
+from ..kernels.operator import Call
 from ..mechanisms import Mechanism
 from ..mechanisms.kernelised import Kernelised
 from ..nn.stack import Stack
@@ -57,17 +58,14 @@ class _Pieces:
             "call SequenceParallel.release() first, or save its state_dict"
         )
 
-    def __call__(
-        self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **call: Any
-    ) -> Tensor:
+    def __call__(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         rank, world = place(self.group)
         if world == 1:
-            return mechanism._attend(q, k, v, is_causal=is_causal, **call)
-        call.pop("query_mask")
+            return mechanism._attend(q, k, v, call, is_causal=is_causal)
         if isinstance(mechanism, Kernelised):
-            own = mechanism.absorb(k, v, **call)
+            own = mechanism._absorb(k, v, None, call)
         elif is_causal:
-            own = mechanism._scan(q, k, v, None, **call)[1]
+            own = mechanism._scan(q, k, v, None, call)[1]
         else:
             raise ValueError(
                 f"{mechanism.name} over a sequence that is cut over processes is causal only: without is_causal=True "
@@ -75,12 +73,10 @@ class _Pieces:
             )
         states, tie = self._gathered(own)
         if not is_causal:
-            assert isinstance(mechanism, Kernelised)
-            whole, keep = reduce(merge, states), ("scale", "backend", "chunk_size")
-            out = mechanism.read(q, whole, **{name: call[name] for name in keep})
+            out = mechanism._read(q, reduce(merge, states), call)
         else:
             before = reduce(merge, states[:rank]) if rank else None
-            out = mechanism._scan(q, k, v, before, **call)[0]
+            out = mechanism._scan(q, k, v, before, call)[0]
         # The first process uses no other's state, yet has to take part in the backward of the exchange.
         return (out + tie).to(v.dtype)
 
@@ -102,7 +98,7 @@ class _Pieces:
 
 
 def _check(mechanism: Mechanism) -> None:
-    if mechanism.recurrent and not mechanism.exact:  # the state of exact attention is all keys: nothing would be saved
+    if mechanism.constant_memory:
         return
     raise ValueError(
         f"{mechanism.name} has no state of constant size that pieces of a sequence could exchange; "
@@ -136,11 +132,11 @@ def attention(
     >>> dist.destroy_process_group()
     """
     _check(mechanism)
-    before, mechanism.instead = mechanism.instead, _Pieces(group)
+    before, mechanism.attend_override = mechanism.attend_override, _Pieces(group)
     try:
         out: Tensor = mechanism(q, k, v, **call)
     finally:
-        mechanism.instead = before
+        mechanism.attend_override = before
     return out
 
 
@@ -159,7 +155,7 @@ class SequenceParallel(nn.Module):
         for mechanism in own:
             _check(mechanism)
         for mechanism in own:
-            mechanism.instead = _Pieces(group)
+            mechanism.attend_override = _Pieces(group)
         self.module = module
         self.group = group
 
@@ -182,7 +178,7 @@ class SequenceParallel(nn.Module):
         """The module itself, attending alone again."""
         for mechanism in self.module.modules():
             if isinstance(mechanism, Mechanism):
-                mechanism.instead = None
+                mechanism.attend_override = None
         return self.module
 
 

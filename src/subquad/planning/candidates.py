@@ -1,4 +1,4 @@
-"""What a plan chooses from: ladders of settings, each from cheap to dear.
+"""What a plan chooses from: one list, each row a mechanism with settings from cheap to dear.
 
 Mechanisms with a kernel of their own (linear, efficient, relu) or that must be trained first (Linformer, Hedgehog) do
 not estimate softmax attention; their error without training says nothing, so no plan proposes them.
@@ -10,41 +10,69 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .. import checks
-from ..mechanisms import MECHANISMS
+from ..mechanisms import MECHANISMS, create
 from ..mechanisms.base import Mechanism
 
-__all__ = ["DEGREE_1", "PLANNABLE", "SDERF", "Ladder", "ladders", "least_tokens"]
+__all__ = [
+    "CANDIDATES",
+    "DEGREE_1",
+    "PLANNABLE",
+    "SDERF",
+    "Ladder",
+    "calibrated",
+    "ladders",
+    "least_tokens",
+    "made",
+    "with_seed",
+]
 
-# Steps of a quarter to a third: a number that just fails makes the next one cost little more than it had to.
-FEATURE_COUNTS = (32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
-DEGREE_1 = {"mechanism": "taylor", "degree": 1, "center": True}
-SDERF = {"features": "sderf", "antithetic": True, "center": True}
+Options = dict[str, Any]
 
-FAMILIES: tuple[dict[str, Any], ...] = (
-    {"features": "hyperbolic"},
-    {"features": "positive"},
-    {"features": "trig"},
-    {"features": "oprf", "antithetic": True},
-    {"features": "hyperbolic", "center": True},
-    SDERF,
+DEGREE_1: Options = {"mechanism": "taylor", "degree": 1, "center": True}
+SDERF: Options = {"features": "sderf", "antithetic": True, "center": True}
+
+
+def _steps(name: str, values: Iterable[int], **fixed: Any) -> tuple[Options, ...]:
+    return tuple({name: value, **fixed} for value in values)
+
+
+# Clusters per chunk of keys, and keys that a query evaluates exactly beside them; where none is named, as many as the
+# mechanism takes by itself.
+MULTIPOLE: tuple[Options, ...] = (
+    {"clusters": 8, "exact_keys": 64},
+    {"clusters": 16, "exact_keys": 64},
+    {"clusters": 16, "exact_keys": 128},
+    {"clusters": 24, "exact_keys": 128},
+    {"clusters": 32},
+    {"clusters": 48, "exact_keys": 256},
+    {"clusters": 48, "exact_keys": 512},
+    {"clusters": 64, "exact_keys": 1024},
 )
-STEPS: dict[str, tuple[tuple[dict[str, Any], ...], ...]] = {
-    "taylor": (({"degree": 1, "center": True},), ({"degree": 2, "hermite": True},), ({"degree": 2},)),
-    "hybrid": (
-        tuple({"window": window, "sinks": 4, "far": DEGREE_1} for window in (16, 64, 128, 256)),
-        tuple(
-            {"window": window, "sinks": 4, "far": {"mechanism": "performer", **SDERF, "num_features": 4 * window}}
-            for window in (16, 64)
-        ),
-    ),
-    "local": (tuple({"window": window} for window in (16, 32, 64, 128, 256)),),
-    "clustered": (tuple({"clusters": clusters} for clusters in (25, 50, 100, 200)),),
-    "improved-clustered": (tuple({"clusters": clusters} for clusters in (25, 50, 100, 150, 200, 300)),),
-    "nystrom": (tuple({"landmarks": landmarks} for landmarks in (32, 64, 128)),),
-    "lsh": (tuple({"rounds": rounds} for rounds in (1, 4)),),
-}
-PLANNABLE = ("performer", *STEPS)
+FEATURES = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# To add a mechanism, add a row: plans, `subquad error`'s notes and the report's recommendations follow.
+CANDIDATES: tuple[tuple[str, tuple[Options, ...]], ...] = (
+    ("multipole", MULTIPOLE),
+    ("performer", _steps("num_features", FEATURES, features="hyperbolic")),
+    ("performer", _steps("num_features", FEATURES, features="hyperbolic", center=True)),
+    ("performer", _steps("num_features", FEATURES, features="oprf", antithetic=True)),
+    ("performer", _steps("num_features", FEATURES, **SDERF)),
+    ("taylor", ({"degree": 1, "center": True},)),
+    ("taylor", ({"degree": 2, "hermite": True},)),
+    ("taylor", ({"degree": 2},)),
+    ("hybrid", _steps("window", (16, 64, 128, 256), sinks=4, far=DEGREE_1)),
+    ("hybrid", _steps("window", (16, 64, 128), sinks=4, far={"mechanism": "performer", **SDERF, "num_features": 128})),
+    ("local", _steps("window", (16, 32, 64, 128, 256))),
+    ("clustered", _steps("clusters", (25, 50, 100, 200))),
+    ("improved-clustered", _steps("clusters", (25, 50, 100, 200), topk=32)),
+    ("improved-clustered", _steps("clusters", (100, 200, 300), topk=64)),
+    ("nystrom", _steps("landmarks", (32, 64, 128))),
+    ("lsh", _steps("rounds", (1, 4))),
+)
+PLANNABLE = tuple(dict.fromkeys(name for name, _ in CANDIDATES))
 
 
 @dataclass(frozen=True)
@@ -52,16 +80,11 @@ class Ladder:
     """Settings of one mechanism from cheap to dear; an object from outside is a ladder of one step."""
 
     mechanism: str
-    steps: tuple[dict[str, Any], ...]
+    steps: tuple[Options, ...]
     given: Mechanism | None = None
 
-    @property
-    def random_features(self) -> bool:
-        """Whether the steps differ in the number of random features only."""
-        return self.mechanism == "performer" and self.given is None
 
-
-def least_tokens(mechanism: str, options: dict[str, Any]) -> int:
+def least_tokens(mechanism: str, options: Options) -> int:
     """On fewer tokens than this a setting sees nearly everything, and its error there says nothing about more tokens.
 
     >>> least_tokens("local", {"window": 64}), least_tokens("taylor", {"degree": 1})
@@ -70,15 +93,7 @@ def least_tokens(mechanism: str, options: dict[str, Any]) -> int:
     if mechanism == "lsh":
         return 16 * 64 * int(options.get("rounds", 4)) // 4
     sizes = [int(options[name]) for name in ("window", "clusters", "landmarks") if name in options]
-    return 8 * max(sizes, default=0)
-
-
-def _of(name: str) -> list[Ladder]:
-    if name == "performer":
-        return [
-            Ladder(name, tuple({**family, "num_features": count} for count in FEATURE_COUNTS)) for family in FAMILIES
-        ]
-    return [Ladder(name, steps) for steps in STEPS[name]]
+    return max(8 * max(sizes, default=0), 4 * int(options.get("exact_keys", 0)))
 
 
 def ladders(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cross: bool) -> list[Ladder]:
@@ -98,8 +113,39 @@ def ladders(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cr
                 f"mechanisms: {item!r} does not estimate softmax attention without training, so its error on a sample "
                 f"says nothing; expected some of {sorted(PLANNABLE)}, or an object that you have trained"
             )
-        cls = MECHANISMS.get(item)
-        if cls is None or (is_causal and not cls.causal) or (cross and not cls.cross):
-            continue
-        chosen += _of(item)
+        cls = MECHANISMS[item]
+        if (cls.causal or not is_causal) and (cls.cross or not cross):
+            chosen += [Ladder(name, steps) for name, steps in CANDIDATES if name == item]
     return chosen
+
+
+def with_seed(name: str, options: Options, seed: int) -> Options:
+    """The same options with `seed` wherever something is drawn, also in a far field.
+
+    >>> with_seed("lsh", {"rounds": 1}, 3), with_seed("local", {"window": 8}, 3)
+    ({'rounds': 1, 'seed': 3}, {'window': 8})
+    """
+    options = dict(options)
+    far = options.get("far")
+    if isinstance(far, dict):
+        options["far"] = with_seed(far["mechanism"], far, seed)
+    if "seed" in MECHANISMS[name].options():
+        options["seed"] = seed
+    return options
+
+
+def calibrated(attend: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Mechanism:
+    """`attend`, calibrated on q and k where it uses calibration."""
+    if attend.uses_calibration:
+        with torch.no_grad():
+            attend.calibrate(q.detach(), k.detach(), key_mask=key_mask)
+    return attend
+
+
+def made(ladder: Ladder, options: Options, seed: int, q: Tensor, k: Tensor) -> Mechanism:
+    """The mechanism of one step for heads like these, not calibrated yet. All heads of a layer share one draw, which
+    depends on the seed alone: the whole layer has the draw that is looked at here, with some of its heads."""
+    if ladder.given is not None:
+        return ladder.given
+    own = with_seed(ladder.mechanism, options, seed)
+    return create(ladder.mechanism, q.shape[-1], q.shape[1], k.shape[1], **own)

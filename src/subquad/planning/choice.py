@@ -1,40 +1,241 @@
 """What should I use: mechanisms and settings ranked for given queries and keys, on this machine.
 
-1. errors of uniform attention, degree 1 and Hermite degree 2 on a sample: what must be beaten;
-2. the error of everything that might do, measured on the input (`study.py`): in each ladder the cheapest step that
-   meets the target;
-3. what meets the target is timed, and ranked by its time at the length asked for. Softmax attention is always there.
-
-Nothing that is worse than the mean of the values is recommended, whatever the target: then the plan says so.
+One way: every candidate runs on the input itself, first as stretches of a quarter of the length, then on the whole,
+against exact softmax rows. That gives its error, how it differs between stretches, and how it grows with length: what
+lies beyond the input is carried on from there, with an interval that widens. Of each row of `candidates.py` the
+cheapest setting that meets the target is found, from cheap to dear; what meets it is timed and ranked by its time at
+the length asked for. Softmax attention is always among them; nothing that is no better than the mean of the values
+is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import checks
+from ..features.calibration import Calibration, calibrations
+from ..features.random import ExponentialFeatures
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
-from .candidates import ladders
+from .answer import Choice, Plan
+from .baselines import uniform_error
+from .candidates import Ladder, ladders, least_tokens, made, with_seed
 from .cost import attention_costs
-from .judging import fewer_heads, with_seed
-from .prediction import check_inputs
-from .recommendation import Choice, Plan
-from .study import Study
+from .piece import Piece, check_inputs, evenly
+from .prediction import draws_something
 
 __all__ = ["plan"]
 
+DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
+FAR = 2.0  # times the target: of the dearest setting, that the others will not do
+AVERAGED = 2  # where the mean over draws counts
+SLOWER = 3.0  # times softmax, or what has met the target, in two runs: such a setting is not looked at any further
+HOPELESS = 3.0  # times the target, on stretches: no run on the whole
+CLEAR = 0.25  # times the target: no need for a better draw
+MOST_HEADS, LEAST_HEADS = 8, 2
+HEAD_TOKENS = 1 << 14  # heads times tokens that every setting runs on: 8 heads of 2048 tokens, 4 of 4096
+MOST_TOKENS = 1 << 14  # of one sequence, which has at least two heads
+RUNS = 10  # of softmax attention on at most 1024 tokens, in whose time a row of settings is judged
+MOST_SCORES = 1 << 24  # of exact attention: all rows of 1 head of 4096 tokens, 512 rows of 2 heads of 16384
 
-def _timed(choices: list[Choice], study: Study, heads: int, length: int, is_causal: bool) -> list[Choice]:
+
+def fewer_heads(
+    q: Tensor, k: Tensor, v: Tensor | None, *, length: int, keep_all: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """On the CPU, some query heads in whole groups: what a plan costs must not grow with the model."""
+    group = q.shape[1] // k.shape[1]
+    tokens = min(length, max(q.shape[2], k.shape[2]))
+    most = min(MOST_HEADS, max(LEAST_HEADS, HEAD_TOKENS // tokens))
+    kept = evenly(k.shape[1], k.shape[1] if keep_all else max(1, most // group))
+    queries = (kept.unsqueeze(1) * group + torch.arange(group)).flatten()
+
+    def taken(x: Tensor, heads: Tensor) -> Tensor:
+        return x.detach()[:, heads.to(x.device)].cpu()
+
+    return taken(q, queries), taken(k, kept), None if v is None else taken(v, kept)
+
+
+class _Study:
+    """One input, and what every candidate does on it."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor | None, *, target: float, length: int, seed: int, **form: Any
+    ) -> None:
+        self.q, self.k, self.length, self.seed = q, k, length, seed
+        # Several short sequences count as one long one; a sequence longer than asked for is cut.
+        tokens = max(1, min(MOST_TOKENS, 2 * HEAD_TOKENS // q.shape[1]))
+        if max(q.shape[2], k.shape[2]) > length and q.shape[2] == k.shape[2] and form["key_mask"] is None:
+            q, k, v = q[:, :, :length], k[:, :, :length], None if v is None else v[:, :, :length]
+        self.piece = Piece(q, k, v, tokens=tokens, seed=seed, most_scores=MOST_SCORES, **form)
+        if not self.piece.norm > 0:
+            if form["key_mask"] is not None:
+                raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
+            largest = max(float(x.abs().max()) for x in (q, k))
+            raise ValueError(
+                "softmax attention is 0 or undefined here, so no error is relative to it: v is 0, or q and k are "
+                f"too large (entries up to {largest:.2g}) for their products to be finite; check how they were scaled"
+            )
+        self.folded = self.piece.folded()
+        exact = create("softmax", q.shape[-1])
+        self._seconds(exact)  # warms up
+        self.exact_seconds = self._seconds(exact)
+        self.fastest = math.inf  # seconds of one run of what has met the target
+        self.statistics = Calibration(self.k.shape[1], self.k.shape[-1])
+        self.statistics.update(self.q, self.k, form["key_mask"])
+        self.uniform = uniform_error(self.piece)
+        # What is worse than the mean of the values is of no use, however generous the target.
+        self.target = min(target, self.uniform)
+
+    def _seconds(self, attend: Mechanism) -> float:
+        """One run on the whole piece."""
+        start = time.perf_counter()
+        with torch.no_grad():
+            attend(self.piece.q, self.piece.k, self.piece.v, **self.piece.call)
+        return time.perf_counter() - start
+
+    def too_slow(self, seconds: float) -> bool:
+        """Whether a run on these tokens that took so long is far slower than what has met the target so far, or will be
+        than softmax attention at the length."""
+        exact = self.exact_seconds * max(1.0, self.length / self.piece.tokens)
+        return seconds > SLOWER * min(exact, self.fastest)
+
+    def make(self, ladder: Ladder, options: dict[str, Any], draw: int) -> Mechanism:
+        """The mechanism of one step, calibrated on the data where it uses calibration."""
+        attend = made(ladder, options, self.seed + draw, self.q, self.k)
+        if ladder.given is None:
+            # The same statistics for all: gathering them costs more than many a run.
+            known = self.statistics
+            for own in calibrations(attend):
+                own.assign(known.query_mean, known.key_mean, known.query_cov, known.key_cov, known.counts)
+            for part in attend.modules():
+                if isinstance(part, ExponentialFeatures):
+                    part.use_statistics()
+        return attend
+
+    def cheapest(self, ladder: Ladder) -> Choice | None:
+        """The cheapest step that meets the target, or the dearest; None where none can be judged on so few tokens."""
+        tokens, length = self.piece.tokens, self.length
+        steps = [o for o in ladder.steps if length <= tokens or tokens >= least_tokens(ladder.mechanism, o)]
+        if not steps:
+            return None
+        judge = functools.cache(lambda i: self.judge(ladder, steps[i]))
+        last = len(steps) - 1
+        while last > 0 and judge(last).slow:
+            last //= 2
+        # The dearest says whether the others are worth a run; an unlucky draw of it must not rule them out.
+        if judge(last).error > FAR * self.target:
+            return judge(last)
+        tried = [judge(last)]
+        enough = 0.0
+        for i in range(last + 1):
+            size = steps[i].get("num_features", math.inf)
+            if size < enough:
+                continue
+            tried.append(judge(i))
+            if tried[-1].meets(self.target):
+                return tried[-1]
+            # Errors of random features fall as the inverse of their number at best.
+            enough = size * tried[-1].error / (FAR * self.target) if math.isfinite(size) else 0.0
+        return min(tried, key=lambda choice: choice.error)
+
+    def judge(self, ladder: Ladder, options: dict[str, Any]) -> Choice:
+        """One setting: the best of a few draws on stretches, its error on the whole, and what that is at the length."""
+        first = self.make(ladder, options, 0)
+        # A good draw of random features on one input is a good one on the next. Clusters and buckets are made of the
+        # data at hand, with starting points as good as any others: there the mean counts.
+        random = ladder.given is None and draws_something(first)
+        picks = random and hasattr(getattr(first, "far", first), "num_features")
+        draws = AVERAGED if random else 1
+        if picks:
+            each = getattr(first, "num_features", DRAWN_FEATURES)
+            draws = max(DRAWS, min(MOST_DRAWS, DRAWN_FEATURES // each))
+        where = self.folded or self.piece
+        tried: list[Tensor] = []
+        slow = False
+        for draw in range(draws):
+            attend = first if draw == 0 else self.make(ladder, options, draw)
+            start = time.perf_counter()
+            tried.append(where.by_stretch(where.squares(attend)))
+            took = time.perf_counter() - start
+            # Twice: one run may have met a busy moment.
+            slow = self.too_slow(took) and self.too_slow(self._seconds(attend))
+            if slow:
+                break
+            least = min(float(one.sum()) for one in tried) / where.norm
+            # One draw five times too large, two three times, four twice.
+            if least <= CLEAR * self.target or least > self.target * (1 + 4 / len(tried)):
+                break
+        squares = torch.stack(tried)  # (draws, P, Hq)
+        total = squares.sum((1, 2))
+        best = int(total.argmin()) if picks else 0
+        mean = float(total.mean()) / where.norm
+        short = float(total[best]) / where.norm if picks else mean
+        own = squares[best] if picks else squares.mean(0)
+        choice = Choice(
+            *(ladder.mechanism, options),
+            draws=len(tried),
+            tokens=where.tokens,
+            any_draw=mean if draws > 1 else None,
+            given=ladder.given,
+        )
+        if picks:
+            choice = replace(choice, options=with_seed(ladder.mechanism, options, self.seed + best))
+        if slow or not short <= HOPELESS * self.target:
+            return replace(choice, slow=slow, error=short, low=short, high=math.inf, measured=short)
+        flattered = self._flattered(squares.sum(-1)) if picks else 1.0
+        whole = short
+        if self.folded is not None:
+            seeds = [best] if picks else range(len(tried))
+            runs = [self.piece.error(self.make(ladder, options, draw)) for draw in seeds]
+            whole = sum(runs) / len(runs)
+            if random and short > 0:
+                choice = replace(choice, any_draw=whole * mean / short)
+        deviation = where.deviation(own)
+        found = self._at_length(replace(choice, tokens=self.piece.tokens), short, flattered * whole, deviation)
+        if found.meets(self.target):
+            self.fastest = min(self.fastest, took)
+        return found
+
+    @staticmethod
+    def _flattered(each: Tensor) -> float:
+        """How much choosing a draw on this data flatters it: the one that is best on the other stretches, on the one
+        left out, over the best on all; each (draws, P)."""
+        total = each.sum(-1)
+        least = float(total.min())
+        if each.shape[1] < 2 or not 0 < least < math.inf:
+            return 1.0
+        others = (total.unsqueeze(-1) - each).nan_to_num(nan=math.inf)
+        return max(1.0, float(each.gather(0, others.argmin(0, keepdim=True)).sum()) / least)
+
+    def _at_length(self, choice: Choice, short: float, error: float, deviation: float) -> Choice:
+        """The error carried on to the length with its growth from the stretches to the whole, never below 1. The
+        interval: stretches differ, and so may the growth, by half of that per factor of it."""
+        tokens = self.piece.tokens
+        choice = replace(choice, measured=error)
+        if self.length > tokens and self.folded is not None and self.q.shape[2] == self.k.shape[2]:
+            steps = math.log(self.length / tokens) / math.log(tokens / self.folded.tokens)
+            offset = 1e-3 * self.target  # keeps two errors that are both nothing from making a factor
+            growth = max(1.0, (error + offset) / (short + offset))
+            error, deviation = error * growth**steps, deviation * math.hypot(1.0, steps / 2)
+            choice = replace(choice, extrapolated=True)
+        elif self.length > tokens and self.folded is None:
+            deviation = math.inf if error > 0 else 0.0  # too short to see any growth
+        high = error * (1 + 2 * deviation) if error > 0 else 0.0
+        return replace(choice, error=error, low=error * max(0.0, 1 - 2 * min(deviation, 1.0)), high=high)
+
+
+def _timed(choices: list[Choice], study: _Study, heads: int, length: int, is_causal: bool) -> list[Choice]:
     """Those choices with their times, measured together."""
     mechanisms = [
-        choice.given
-        or create(choice.mechanism, study.q.shape[-1], heads, **with_seed(choice.mechanism, choice.options, 0))
-        for choice in choices
+        choice.create(study.q.shape[-1], heads, **with_seed(choice.mechanism, choice.options, 0)) for choice in choices
     ]
     costs = attention_costs(mechanisms, heads=heads, is_causal=is_causal)
     return [replace(choice, time=cost.at(length)) for choice, cost in zip(choices, costs, strict=True)]
@@ -52,7 +253,6 @@ def plan(
     key_mask: Tensor | None = None,
     mechanisms: Iterable[str | Mechanism] | None = None,
     time_budget: float | None = None,
-    redraws: bool = False,
     seed: int = 0,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
@@ -60,22 +260,22 @@ def plan(
 
     v:            (B, H, S, E): judge the relative squared error of these outputs; without it that of the attention
                   matrix, which is the same for values of mean 0
-    length:       tokens to rank times for; None = the keys given
+    length:       tokens to plan for; None = the keys given
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
-    redraws:      False: a choice is one draw, named by the seed in its options, and its error is that of this draw;
-                  True: the mean over draws is judged, for a mechanism that is drawn again, as some do in training
     seed:         of everything that is drawn; the draws to choose from have this seed and those after it
-    on_step:      called with what was just judged, how many steps are done and how many there will be
+    on_step:      called with what was just judged, how many steps are done and how many there will be; first with how
+                  long it will take
 
     Takes seconds, more the first time on a machine: times are measured once and kept.
 
     >>> import torch, subquad as sq
-    >>> q, k = 0.4 * torch.randn(2, 1, 2, 300, 16)
+    >>> q, k = 0.4 * torch.randn(2, 1, 2, 300, 16, generator=torch.Generator().manual_seed(0))
     >>> answer = sq.plan(q, k, target_error=0.05, length=100_000, mechanisms=["taylor"])
     >>> answer.best.mechanism, answer.best.error < 0.05
     ('taylor', True)
     """
+    began = time.perf_counter()
     check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
     for argument, value in (("target_error", target_error), ("time_budget", time_budget)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -85,39 +285,32 @@ def plan(
     checks.check_positive("length", length)
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
         mechanisms = list(mechanisms)
-    candidates = ladders(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
+    rows = ladders(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
     heads = q.shape[1]
-    fixed = any(ladder.given is not None and ladder.given.heads is not None for ladder in candidates)
-    mask = None if key_mask is None else key_mask.cpu()
-    study = Study(
+    fixed = any(ladder.given is not None and ladder.given.heads is not None for ladder in rows)
+    study = _Study(
         *fewer_heads(q, k, v, length=length, keep_all=fixed),
-        *(target_error, length, seed),
+        target=target_error,
+        length=length,
+        seed=seed,
         is_causal=is_causal,
         scale=scale,
-        key_mask=mask,
-        redraws=redraws,
+        key_mask=None if key_mask is None else key_mask.cpu(),
     )
-    steps = len(candidates) + 1
+    told = on_step or (lambda *_: None)
+    steps = len(rows) + 1
+    tokens, some = study.piece.tokens, study.q.shape[1]
+    told(f"measuring on {tokens} tokens of {some} heads, about {_expected(study, rows):.0f} s", 0, steps)
     choices: list[Choice] = []
-
-    def told(name: str, found: Choice | None) -> None:
-        told_so_far.append(name)
+    for done, ladder in enumerate(rows, 1):
+        found = study.cheapest(ladder)
         if found is not None:
             choices.append(found)
-        if on_step:
-            on_step(name if found is None else f"{found.label}: error {found.error:.2g}", len(told_so_far), steps)
-
-    told_so_far: list[str] = []
-    for each in candidates:
-        if not each.random_features:
-            told(each.mechanism, study.climb(each))
-    for found in study.features([each for each in candidates if each.random_features]):
-        told(found.mechanism, found)
+        told(ladder.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
     good = [choice for choice in choices if choice.meets(study.target)]
     rest = [choice for choice in choices if not choice.meets(study.target)]
-    *good, exact = _timed([*good, Choice("softmax", {}, predicted_error=0.0)], study, heads, length, is_causal)
-    if on_step:
-        on_step("times", steps, steps)
+    *good, exact = _timed([*good, Choice("softmax", {})], study, heads, length, is_causal)
+    told("times", steps, steps)
     return Plan(
         choices=tuple(sorted([*good, exact], key=lambda c: c.seconds)) + tuple(sorted(rest, key=lambda c: c.error)),
         exact=exact,
@@ -126,11 +319,16 @@ def plan(
         heads=heads,
         time_budget=time_budget,
         is_causal=is_causal,
-        baselines=study.baselines,
+        uniform=study.uniform,
         criterion="output" if v is not None else "attention matrix",
-        measured_tokens=study.piece.tokens,
-        measured_heads=study.q.shape[1],
-        measured_rows=study.piece.count.shape[2],
-        measured_parts=study.parts,
-        redraws=redraws,
+        tokens=tokens,
+        heads_measured=some,
+        rows=study.piece.count.shape[2],
+        stretches=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
+        seconds=time.perf_counter() - began,
     )
+
+
+def _expected(study: _Study, rows: list[Ladder]) -> float:
+    """Seconds that the plan will take, roughly: what a row of settings is a multiple of."""
+    return 2.0 + RUNS * len(rows) * study.exact_seconds * min(1.0, 1024 / study.piece.tokens)

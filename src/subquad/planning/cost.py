@@ -57,6 +57,11 @@ class TimeEstimate:
         """`factor` of these, one after the other."""
         return TimeEstimate(factor * self.seconds, factor * self.low, factor * self.high)
 
+    @property
+    def brief(self) -> str:
+        """The seconds alone."""
+        return f"{1e3 * self.seconds:.3g} ms" if self.seconds < 1 else f"{self.seconds:.3g} s"
+
     def __str__(self) -> str:
         unit, factor = ("ms", 1e3) if self.seconds < 1 else ("s", 1.0)
         return f"{factor * self.seconds:.3g} {unit} ({factor * self.low:.3g} to {factor * self.high:.3g})"

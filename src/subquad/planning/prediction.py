@@ -1,89 +1,80 @@
-"""How wrong will it be: the error of a mechanism on given queries and keys, without drawing anything.
+"""How wrong will it be: the error of a mechanism on given queries and keys.
 
     error = |A' - A|_F^2 / |A|_F^2,  A the normalised attention matrix
 
-For values with independent entries of mean 0 it is also the expected relative squared error of the output. Random
-features: the closed form of `covariance.py`, on a sample of rows. Polynomials: computed on the same sample.
+For values with independent entries of mean 0 it is also the expected relative squared error of the output; with values
+it is that of the outputs. In closed form where there is one that holds, else measured on a sample of the input.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import copy
+import math
+import statistics
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import checks
-from ..features.calibration import Calibration
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from ..mechanisms.performer import Performer
-from ..mechanisms.taylor import Taylor
-from .baselines import baseline_errors, means_of
-from .curve import Curve, refusal
-from .sampling import CANDIDATES, blocks
+from .baselines import uniform_error
+from .candidates import calibrated, with_seed
+from .closed_form import RELIABLE, closed_form, refusal
+from .piece import Piece, check_inputs
 
-__all__ = ["Prediction", "calibrated", "check_inputs", "predict_error"]
+__all__ = ["Prediction", "draws_something", "predict_error"]
+
+MOST_TOKENS = 2048
+MOST_SCORES = 1 << 24
+DRAWS = 6
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted error and how far to trust it.
+    """An error, how it was found and how far it may be off.
 
-    error:        |A' - A|^2 / |A|^2 over all heads together; `per_head`: of each query head
-    output_error: the same of the outputs A v, if v was given
-    reliable:     False where the formula is known to break; `reason` says why
-    baselines:    errors of uniform attention, degree 1, Hermite and Taylor degree 2 on the same rows
-                  (`baselines_output`: of outputs); an error above "uniform" is worse than the mean of the values
-    method:       "closed form" for random features, "computed" where there is no randomness
-    queries, keys: rows looked at per head, and the most keys per row
+    error:     of the attention matrix, or of the outputs where v was given (`criterion`), all heads together
+    low, high: what it is likely to lie between: 20 % in closed form; two deviations between draws and between parts of
+               the input where it was measured
+    method:    "closed form", "measured" or "exact";  reason: why not the closed form
+    per_head:  of each query head
+    uniform:   the error of the mean of the values on the same tokens; what is above it is of no use
+    tokens, draws: that were looked at
     """
 
     mechanism: str
     options: dict[str, Any]
     error: float
-    per_head: tuple[float, ...]
-    reliable: bool
-    reason: str
+    low: float
+    high: float
     method: str
-    baselines: dict[str, float]
-    queries: int
-    keys: int
-    output_error: float | None = None
-    baselines_output: dict[str, float] = field(default_factory=dict)
+    reason: str
+    criterion: str
+    per_head: tuple[float, ...]
+    uniform: float
+    tokens: int
+    draws: int
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {**asdict(self), "per_head": list(self.per_head)}
 
     def __str__(self) -> str:
-        trust = "" if self.reliable else f" (not reliable: {self.reason})"
-        lines = ", ".join(f"{name} {value:.3g}" for name, value in self.baselines.items())
-        return f"{self.mechanism}: error {self.error:.3g}{trust}; {lines}"
-
-
-def calibrated(attend: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Mechanism:
-    """`attend`, calibrated on q and k where it uses calibration."""
-    if attend.uses_calibration:
-        with torch.no_grad():
-            attend.calibrate(q.detach(), k.detach(), key_mask=key_mask)
-    return attend
-
-
-def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> None:
-    """Shapes, and at least one query with one key."""
-    width = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
-    checks.check_attention(q, k, k if v is None else v, head_dim=width, heads=None, kv_heads=None)
-    checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
-    if 0 in q.shape[:3] or k.shape[2] == 0:
-        raise ValueError(
-            f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key is expected"
+        times = f", {self.draws} draws" if self.draws > 1 else ""
+        how = f"{self.method} on {self.tokens} tokens{times}" if self.method == "measured" else self.method
+        return (
+            f"{self.mechanism}: error of the {self.criterion} {self.error:.3g} ({how}; {self.low:.2g} to "
+            f"{self.high:.2g}); the mean of the values has {self.uniform:.3g}"
         )
-    if is_causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
-    if not bool(torch.isfinite(q).all()) or not bool(torch.isfinite(k).all()):
-        raise ValueError("q and k must be finite; they contain NaN or infinity")
+
+
+def draws_something(attend: Mechanism) -> bool:
+    """Whether another seed gives another result."""
+    far: Mechanism = getattr(attend, "far", attend)
+    return "seed" in attend.options() or "seed" in far.options()
 
 
 def predict_error(
@@ -96,70 +87,90 @@ def predict_error(
     is_causal: bool = False,
     scale: float | None = None,
     key_mask: Tensor | None = None,
-    max_queries: int = 64,
-    max_keys: int = 512,
+    seed: int = 0,
     **options: Any,
 ) -> Prediction:
-    """The error that `mechanism` will make on q (B, Hq, L, D) and k (B, H, S, D), before anything is drawn.
+    """The error that `mechanism` makes on q (B, Hq, L, D), k (B, H, S, D): of the mean over draws, if it draws.
 
-    mechanism:   "performer" with its options (softmax kernel, chi norms), "taylor", or an object of these; a name is
-                 calibrated on q and k where it uses calibration, an object is taken as it is
-    v:           (B, H, S, E): also predict the relative squared error of the output; with more than 1024 keys (or
-                 `max_keys`, if that is more) it rests on a sample of the values, whose error grows with S over that
-    max_queries: rows per head;  max_keys: keys per row that the closed form looks at
+    mechanism: a name with its options, calibrated on q and k where it uses calibration; or an object, taken as it is
+    v:         (B, H, S, E): the relative squared error of these outputs instead of that of the attention matrix
 
-    Closed form: see `planning/covariance.py`. It is the first order of an expansion in the errors of a row's sum;
-    `reliable` is True where the next order changes it by at most 15 %, no rare draws carry it, the normaliser stays
-    away from 0 and the rows looked at agree; there it is within 20 % of the mean over many draws. The features are
-    those of Choromanski et al., "Rethinking Attention with Performers", 2021, and Likhosherstov et al., "FAVOR#", 2023.
+    `method` says how it was found. Closed form (`planning/closed_form.py`): random features on up to 512 keys, where
+    it says at most 0.03; there it is within 20 % of the mean over many draws. Measured: everything else, on up to 2048
+    tokens. The features are those of Choromanski et al., "Rethinking Attention with Performers", 2021.
 
     >>> import torch, subquad as sq
-    >>> q, k = 0.3 * torch.randn(2, 1, 2, 200, 64)
-    >>> prediction = sq.predict_error(q, k, "performer", num_features=256)
-    >>> prediction.reliable, prediction.error < prediction.baselines["uniform"]
-    (True, True)
-    >>> sq.predict_error(q, k, "taylor", degree=1).error < prediction.error   # flat attention: polynomials win
-    True
+    >>> q, k = 0.2 * torch.randn(2, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0))
+    >>> found = sq.predict_error(q, k, "performer", num_features=256)
+    >>> found.method, found.error < found.uniform
+    ('closed form', True)
+    >>> sq.predict_error(q, k, "taylor", degree=1).method
+    'measured'
     """
     check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
-    checks.check_positive("max_queries", max_queries)
-    checks.check_positive("max_keys", max_keys, least=2)
     if num_features is not None:
         options["num_features"] = num_features
     if isinstance(mechanism, Mechanism):
-        attend = create(mechanism, q.shape[-1], **options)
-        if isinstance(attend, Performer | Taylor):
-            attend.feature_map.check_ready()
+        attend = copy.deepcopy(create(mechanism, q.shape[-1], **options))  # it keeps the draw that it has
     else:
-        if mechanism == "performer":
-            options = {"seed": 0, **options}  # the error does not depend on it, torch's generator is left alone
-        attend = create(mechanism, q.shape[-1], q.shape[1], k.shape[1], **options)
+        name = mechanism if isinstance(mechanism, str) else mechanism.name
+        attend = create(mechanism, q.shape[-1], q.shape[1], k.shape[1], **with_seed(name, options, seed))
         calibrated(attend, q, k, key_mask)
-    reason = refusal(attend)
-    if reason is not None:
-        raise ValueError(f"mechanism={attend.name!r}: {reason}. Use plan(), which measures such mechanisms on a sample")
-    number = attend.resolve_scale(scale)
-    rows = max(max_queries, CANDIDATES)
-    sample = list(blocks(q, k, v, scale=number, is_causal=is_causal, key_mask=key_mask, max_queries=rows))
-    if not sample:
-        raise ValueError("key_mask leaves no query with a key; at least one real key per sampled sequence is expected")
-    curve = Curve(attend, sample, scale=number, max_rows=max_queries, max_keys=max_keys)
-    error, out, per_head = curve.at(getattr(attend, "num_features", None))
-    reliable, why = curve.trust(getattr(attend, "num_features", None))
-    statistics = Calibration(k.shape[1], k.shape[-1])
-    statistics.update(q.cpu(), k.cpu(), None if key_mask is None else key_mask.cpu())
-    baselines, baselines_out = baseline_errors(sample, means_of(statistics, number))
-    return Prediction(
-        mechanism=attend.name,
-        options={name: value for name, value in options.items() if name != "seed"},
-        error=error,
-        per_head=per_head,
-        reliable=reliable,
-        reason=why,
-        method="closed form" if curve.sums else "computed",
-        baselines=baselines,
-        queries=sum(len(block.x) for block in sample) // len(curve.norm),
-        keys=min(max_keys if curve.sums else sample[0].y.shape[0], sample[0].y.shape[0]),
-        output_error=None if v is None else out,
-        baselines_output=baselines_out,
+    piece = Piece(
+        *(q, k, v),
+        tokens=MOST_TOKENS,
+        is_causal=is_causal,
+        scale=attend.resolve_scale(scale),
+        key_mask=key_mask,
+        seed=seed,
+        most_scores=MOST_SCORES,
     )
+    if not piece.norm > 0:
+        raise ValueError(
+            "softmax attention is 0 here, and no error is relative to 0: v is 0, or key_mask leaves no key"
+        )
+    about: dict[str, Any] = {
+        "mechanism": attend.name,
+        "options": {name: value for name, value in options.items() if name != "seed"},
+        "criterion": "attention matrix" if v is None else "output",
+        "uniform": uniform_error(piece),
+        "tokens": piece.tokens,
+    }
+    if attend.exact:
+        nothing = (0.0,) * q.shape[1]
+        return Prediction(error=0.0, low=0.0, high=0.0, method="exact", reason="", per_head=nothing, draws=0, **about)
+    reason = "values are given, and it is of the weights" if v is not None else refusal(attend, k.shape[2])
+    if reason is None:
+        assert isinstance(attend, Performer)
+        error, heads, holds = closed_form(
+            attend, q, k, scale=attend.resolve_scale(scale), is_causal=is_causal, key_mask=key_mask
+        )
+        if holds:
+            span: dict[str, Any] = {"low": error / 1.2, "high": 1.2 * error, "method": "closed form", "reason": ""}
+            return Prediction(error=error, per_head=heads, draws=0, **span, **about)
+        reason = f"it says {error:.2g}; it holds up to {RELIABLE:g}, and where no rare draws carry the error"
+    return _measured(attend, piece, reason, about)
+
+
+def _measured(attend: Mechanism, piece: Piece, reason: str, about: dict[str, Any]) -> Prediction:
+    draws = DRAWS if draws_something(attend) else 1
+    found, total = [], torch.zeros_like(piece.sizes)
+    for draw in range(draws):
+        if draw:
+            attend.redraw()
+        squares = piece.squares(attend)
+        total += squares / draws
+        found.append(float(squares.sum()) / piece.norm)
+    error = statistics.fmean(found)
+    off = statistics.stdev(found) / math.sqrt(draws) if draws > 1 and math.isfinite(error) else 0.0
+    folded = piece.folded()
+    if folded is not None and math.isfinite(error):
+        off = math.hypot(off, error * folded.deviation(folded.by_stretch(folded.squares(attend))))
+    heads = total.sum((0, 2)) / piece.sizes.sum((0, 2)).clamp(min=1e-300)
+    span: dict[str, Any] = {
+        "low": max(0.0, error - 2 * off),
+        "high": error + 2 * off,
+        "method": "measured",
+        "reason": reason,
+    }
+    return Prediction(error=error, per_head=tuple(heads.tolist()), draws=draws, **span, **about)

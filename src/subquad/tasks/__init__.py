@@ -12,6 +12,7 @@ __all__ = ["TASKS", "DataError", "Task", "get_task"]
 # Each is the module of that name in this package, with a class in it: imported when it is asked for.
 TASKS: dict[str, str] = {
     "copy": "Copy",
+    "recall": "Recall",
     "images": "Images",
     "speech": "Speech",
     "text": "Text",

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import checks
 from .base import DataError, split_of
 from .hub import HubName, Rows, choose_column, is_hub, open_rows, undecoded
 
@@ -127,7 +128,7 @@ def read_wav(path: Path | SoundRow, rate: int) -> Tensor:
     try:
         import soundfile  # type: ignore[import-untyped]
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("reading wav files needs soundfile: pip install 'subquad[train]'") from None
+        raise checks.missing_package("reading wav files", "soundfile", "train") from None
     try:
         content = path.content() if isinstance(path, SoundRow) else path
         samples, found = soundfile.read(content, dtype="float32", always_2d=True)

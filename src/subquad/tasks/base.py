@@ -7,7 +7,7 @@ say which model and settings are a good start, and three methods do the work: `e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -26,6 +26,7 @@ __all__ = [
     "Batch",
     "DataError",
     "Examples",
+    "Progress",
     "SequentialExamples",
     "Task",
     "TaskModel",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 Batch = dict[str, Tensor]
+
+# (what is going on, how much of it is done, how much there is)
+Progress = Callable[[str, int, int], None]
 
 # The length of examples that are made up as they are asked for.
 UNLIMITED = 1 << 62
@@ -154,7 +158,15 @@ class Task(ABC):
         """Examples to a batch; by default all have one size."""
         return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 
-    def finish(self, model: Any, folder: Path, seed: int) -> dict[str, Any]:
+    def tokens(self, batch: Batch) -> int:
+        """Places of sequences that the model sees in a batch, padding included: what throughput counts.
+
+        The first entry of a batch is its input, (B, L) or (B, L, ...).
+        """
+        first = next(iter(batch.values()))
+        return first.shape[0] * first.shape[1]
+
+    def finish(self, model: Any, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
         """After training: write samples and the like into `folder`, return figures about them."""
         return {}
 

@@ -6,7 +6,8 @@ or a data set of the hub with a column of text and one of labels, `hub:NAME:colu
 
 Built in are synthetic letters whose label needs the first word and the last one: does the person who writes sign?
 Neither name tells it alone. Letters to train on have all lengths, so that in some the two names stand near each other;
-those for validation are as long as `length` allows.
+those for validation are as long as `length` allows. With `data=` a single file the letters consist of its text, pieces
+from anywhere in it: real text of any length between the two names that count.
 Byte-level document classification is one of the tasks of Tay et al., "Long Range Arena", 2021.
 """
 
@@ -24,6 +25,7 @@ from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
 from .heads import Classifier, collate_labelled, token_metrics
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
+from .token_file import TokenFile
 
 __all__ = ["Documents"]
 
@@ -41,9 +43,16 @@ class _Letters:
     length: int
     writers: int
     split: str
+    text: TokenFile | None = None
 
     def __len__(self) -> int:
         return UNLIMITED
+
+    def _stretch(self) -> tuple[int, int]:
+        """Where the text of this split begins and ends: the last tenth is for validation."""
+        assert self.text is not None
+        border = len(self.text) - len(self.text) // 10
+        return (0, border) if self.split == "train" else (border, len(self.text))
 
     def item(self, index: int, generator: torch.Generator) -> Batch:
         """tokens (n,), n at most `length`; label 1 if the name at the end is the one at the beginning."""
@@ -52,6 +61,13 @@ class _Letters:
         shift = 0 if label else 1 + int(torch.randint(self.writers - 1, (), generator=generator))
         begin, end = f"{NAMES[first]} writes. ", f"Signed: {NAMES[(first + shift) % self.writers]}"
         room = self.length - len(begin) - len(end)
+        if self.text is not None:
+            if self.split == "train":  # all orders of magnitude alike: in few of them names would be near otherwise
+                room = int((room + 1) ** float(torch.rand((), generator=generator))) - 1
+            first_place, last_place = self._stretch()
+            place = int(torch.randint(first_place, last_place - room, (), generator=generator))
+            text = bytes(self.text.window(place, room).tolist())
+            return _example(begin.encode("ascii") + text + end.encode("ascii"), label)
         if self.split == "train":
             room = int(torch.randint(room + 1, (), generator=generator))
         middle = ""
@@ -128,7 +144,9 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
     """(labels, files, label of each)."""
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(f"data={folder!r} is not a folder; expected one with a folder of .txt files per label")
+        raise DataError(
+            f"data={folder!r} does not exist; expected a folder with a folder of .txt files per label, or a text file"
+        )
     parts = {"train": root / "train", "valid": next((root / n for n in ("valid", "test") if (root / n).is_dir()), root)}
     apart = parts["train"].is_dir() and parts["valid"] != root
     labels = _labels(parts["train"] if apart else root)
@@ -151,7 +169,8 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
 
 @dataclass(frozen=True)
 class Documents(Task):
-    """Texts of the folder or data set `data`, the first `length` bytes of each; or synthetic letters of that length.
+    """Texts of the folder or data set `data`, the first `length` bytes of each; or letters of that length, made up or
+    cut from the text file `data`.
 
     `writers` people write the letters: with two a model has learned them in a few hundred steps, more are harder.
     """
@@ -176,6 +195,14 @@ class Documents(Task):
         """Letters without end, or files."""
         if self.data is None:
             return _Letters(self.length, self.writers, split)
+        if Path(self.data).is_file():
+            text = TokenFile(self.data, 256)
+            if len(text) // 10 <= self.length:
+                raise DataError(
+                    f"data={self.data!r} has {len(text)} bytes; letters of length={self.length} need a file of more "
+                    "than ten times that, a tenth of which is for validation"
+                )
+            return _Letters(self.length, self.writers, split, text)
         if is_hub(self.data):
             return _open_table(self.data, split, self.length)
         _, paths, labels = _find(self.data, split)
@@ -190,7 +217,7 @@ class Documents(Task):
         return Classifier(256, self._classes(), model)
 
     def _classes(self) -> int:
-        if self.data is None:
+        if self.data is None or Path(self.data).is_file():
             return 2
         if is_hub(self.data):
             return len(_open_table(self.data, "train", self.length).values)

@@ -47,8 +47,11 @@ class CausalModel(TaskModel):
 
     def forward(self, batch: Batch) -> Batch:
         """Sums of loss and right tokens over the targets that count."""
-        logits = self.backbone(batch["tokens"], key_mask=batch.get("key_mask"))
-        return _token_sums(logits, batch["targets"], training=self.training)
+        return self.sums(self.backbone(batch["tokens"], key_mask=batch.get("key_mask")), batch["targets"])
+
+    def sums(self, logits: Tensor, targets: Tensor) -> Batch:
+        """The same from logits (B, L, vocab)."""
+        return _token_sums(logits, targets, training=self.training)
 
 
 class MaskedModel(TaskModel):

@@ -83,7 +83,7 @@ def _datasets() -> Any:
     try:
         import datasets  # type: ignore[import-untyped]
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("data=hub:... needs the package datasets: pip install 'subquad[train]'") from None
+        raise checks.missing_package("data=hub:...", "datasets", "train") from None
     return datasets
 
 

@@ -1,4 +1,4 @@
-"""Images as arrays (N, height, width, channels) of bytes: MNIST's idx, CIFAR-10's binary files, folders of pictures."""
+"""Images as arrays (N, height, width, channels) of bytes: MNIST's idx, CIFAR-10's binary files or sheets, pictures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..files import replacing
 from .base import DataError, split_of
 from .hub import HubName, choose_column, is_hub, open_rows
@@ -21,6 +22,15 @@ __all__ = ["draw_digit", "read_idx", "read_images", "write_grid"]
 
 _PICTURES = (".png", ".bmp", ".jpg", ".jpeg")
 _CIFAR_RECORD = 1 + 32 * 32 * 3
+
+
+def _pillow() -> tuple[Any, Any]:
+    """PIL's Image and its error for files that hold none."""
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ModuleNotFoundError:
+        raise checks.missing_package("reading and writing pictures", "pillow", "train") from None
+    return Image, UnidentifiedImageError
 
 
 def _bytes(path: Path) -> bytes:
@@ -73,6 +83,28 @@ def _cifar(folder: Path, split: str) -> np.ndarray | None:
     return np.concatenate(parts)
 
 
+def _sheets(folder: Path, split: str) -> np.ndarray | None:
+    """CIFAR-10 as `data_batch_*.png` and `test_batch.png`: an image per row of the sheet, its pixels one by one."""
+    paths = sorted(folder.glob("data_batch_*.png" if split == "train" else "test_batch.png"))
+    if not paths:
+        return None
+    Image, UnidentifiedImageError = _pillow()
+    parts = []
+    for path in paths:
+        try:
+            with Image.open(path) as sheet:
+                rows = np.asarray(sheet.convert("RGB"))
+        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+            raise DataError(f"{path} cannot be read as a picture ({error})") from None
+        side = math.isqrt(rows.shape[1])
+        if side * side != rows.shape[1]:
+            raise DataError(f"{path} is {rows.shape[1]} pixels wide; expected a square number, an image per row")
+        parts.append(rows.reshape(-1, side, side, 3))
+    if len({part.shape[1] for part in parts}) != 1:
+        raise DataError(f"the sheets {paths[0].name} ... in {folder} hold images of different sizes")
+    return np.concatenate(parts)
+
+
 class _Pictures:
     """Pictures of one size, one after the other."""
 
@@ -113,8 +145,7 @@ def _pictures(folder: Path, split: str) -> np.ndarray | None:
     paths = sorted(p for p in (part or folder).rglob("*") if p.is_file())
     if not any(p.suffix.lower() in _PICTURES for p in paths):
         return None
-    from PIL import Image, UnidentifiedImageError
-
+    Image, UnidentifiedImageError = _pillow()
     found = _Pictures()
     for index, path in enumerate(paths):
         if part is None and split_of(index) != split:
@@ -140,13 +171,14 @@ def read_images(folder: str, split: str) -> np.ndarray:
     path = Path(folder)
     if not path.is_dir():
         raise DataError(f"data={folder!r} is not a folder; expected one with MNIST's idx files, CIFAR-10's or pictures")
-    for reader in (_mnist, _cifar, _pictures):
+    for reader in (_mnist, _cifar, _sheets, _pictures):
         images = reader(path, split)
         if images is not None:
             return images
     raise DataError(
         f"data={folder!r} holds no {split} images; expected MNIST's train-images-idx3-ubyte and t10k-images-idx3-ubyte "
-        "(also .gz), CIFAR-10's data_batch_*.bin and test_batch.bin, or pictures (.png, .jpg) of one size"
+        "(also .gz), CIFAR-10's data_batch_*.bin and test_batch.bin (or .png, an image per row), or pictures (.png, "
+        ".jpg) of one size"
     )
 
 
@@ -205,8 +237,7 @@ def draw_digit(digit: int, size: int, generator: torch.Generator) -> Tensor:
 
 def write_grid(path: Path, images: Tensor, columns: int, scale: int = 2) -> None:
     """images (N, height, width, channels) uint8, side by side with a grey line between them, as a PNG."""
-    from PIL import Image
-
+    Image, _ = _pillow()
     count, height, width, channels = images.shape
     rows = -(-count // columns)
     sheet = torch.full((rows * (height + 1) + 1, columns * (width + 1) + 1, channels), 96, dtype=torch.uint8)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..nn.models import TransformerEncoder
-from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, generator_for
+from .base import UNLIMITED, Batch, DataError, Examples, Progress, Task, TaskModel, generator_for
 from .image_files import draw_digit, read_images, write_grid
 from .logistics import log_probability, parameters_per_pixel, sample_values
 
@@ -29,7 +29,7 @@ __all__ = ["ImageModel", "Images"]
 
 START = 256
 # Without a recurrent form every new value costs a pass over all before it; beyond this many that is no longer minutes.
-LONGEST_RECOMPUTED = 256
+LONGEST_RECOMPUTED = 1024
 
 
 class ImageModel(TaskModel):
@@ -58,7 +58,13 @@ class ImageModel(TaskModel):
 
     @torch.no_grad()
     def complete(
-        self, begin: Tensor, length: int, *, recompute: bool = False, generator: torch.Generator | None = None
+        self,
+        begin: Tensor,
+        length: int,
+        *,
+        recompute: bool = False,
+        generator: torch.Generator | None = None,
+        progress: Progress | None = None,
     ) -> Tensor:
         """begin (B, N) values -> (B, length): the rest drawn value by value; N may be 0.
 
@@ -71,7 +77,9 @@ class ImageModel(TaskModel):
             tokens = F.pad(begin, (1, 0), value=START)
             state: Any = None
             new, values = tokens, [begin]
-            for _ in range(length - begin.shape[1]):
+            for place in range(begin.shape[1], length):
+                if progress is not None:
+                    progress("sampling", place, length)
                 if recompute:
                     hidden = self.backbone(tokens, is_causal=True)
                 else:
@@ -173,7 +181,7 @@ class Images(Task):
         loss = totals["loss"] / totals["weight"]
         return {"loss": loss, "bits_per_dim": loss / math.log(2)}
 
-    def finish(self, model: Any, folder: Path, seed: int) -> dict[str, Any]:
+    def finish(self, model: Any, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
         """`samples.png`, and `completions.png`: rows of original, upper half, and four ways to go on from it."""
         shape, length = self.shape(), math.prod(self.shape())
         recompute = not model.recurrent
@@ -183,7 +191,7 @@ class Images(Task):
         generator = torch.Generator(device).manual_seed(seed)
         nothing = torch.zeros(self.samples, 0, dtype=torch.int64, device=device)
         begin = time.perf_counter()
-        drawn = model.complete(nothing, length, recompute=recompute, generator=generator)
+        drawn = model.complete(nothing, length, recompute=recompute, generator=generator, progress=progress)
         seconds = time.perf_counter() - begin
         columns = math.isqrt(self.samples - 1) + 1
         write_grid(folder / "samples.png", drawn.view(-1, *shape).byte().cpu(), columns)
@@ -192,7 +200,9 @@ class Images(Task):
         for index in range(min(4, len(valid))):
             whole = valid.item(index, generator_for("valid", 0, index))["values"].to(device)
             half = whole[: length // 2]
-            ways = model.complete(half.expand(4, -1), length, recompute=recompute, generator=generator)
+            ways = model.complete(
+                half.expand(4, -1), length, recompute=recompute, generator=generator, progress=progress
+            )
             rows += [whole[None], F.pad(half, (0, length - length // 2))[None], ways]
         write_grid(folder / "completions.png", torch.cat(rows).view(-1, *shape).byte().cpu(), 6)
         return {

@@ -36,7 +36,7 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> tuple[int, int]:
     try:
         import jiwer
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("word error rates need jiwer: pip install 'subquad[train]'") from None
+        raise checks.missing_package("the word error rate", "jiwer", "train") from None
     output = jiwer.process_words(list(said), list(heard))
     return (
         output.substitutions + output.insertions + output.deletions,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .. import checks
 from ..files import replacing
-from ..nn.generation import generate
-from .base import Batch, DataError, Examples, Task, TaskModel
+from ..nn.generation import stream
+from .base import Batch, DataError, Examples, Progress, Task, TaskModel
 from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics
 from .hub import HubName, is_hub
 from .token_file import TokenFile
@@ -28,6 +28,8 @@ from .token_stream import TokenStream
 __all__ = ["Text"]
 
 BUILT_IN = Path(__file__).with_name("coriolanus.txt")
+# Bytes that a trained model writes.
+SAMPLED = 256
 _PURPOSE = {"train": "training", "valid": "validation"}
 
 
@@ -112,13 +114,13 @@ class Text(Task):
     def examples(self, split: str) -> Examples:
         """Windows of the first nine tenths, or of the last one; of a stream, of its own splits."""
         if self.data is not None and is_hub(self.data):
-            stream = TokenStream(HubName.parse(self.data), split, self.length, self.vocab)
-            if not len(stream):
+            tokens = TokenStream(HubName.parse(self.data), split, self.length, self.vocab)
+            if not len(tokens):
                 raise DataError(
                     f"{self.data!r} has too little text for validation, not even one window of length={self.length}; "
                     "use a smaller length (--set length=) or name a larger split (:valid=NAME)"
                 )
-            return _Streamed(stream, self.vocab or 256, self.masked)
+            return _Streamed(tokens, self.vocab or 256, self.masked)
         file = self._file()
         border = len(file) - len(file) // 10
         begin, end = (0, border) if split == "train" else (border, len(file))
@@ -140,15 +142,18 @@ class Text(Task):
         bits = figures["loss"] / math.log(2)
         return {**figures, "bits_per_byte": bits, "perplexity": perplexity(figures["loss"])}
 
-    def finish(self, model: Any, folder: Path, seed: int) -> dict[str, Any]:
-        """A causal byte model writes a sample of 256 bytes, where its mechanism can be run token by token."""
+    def finish(self, model: Any, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
+        """A causal byte model writes a sample of bytes, where its mechanism can be run token by token."""
         if self.masked or self.vocab is not None or not all(m.recurrent for m in model.backbone.mechanisms()):
             return {}
         prompt = self.examples("valid").item(0, torch.Generator())["tokens"][None, :32]
         generator = torch.Generator().manual_seed(seed)
         device = next(model.parameters()).device
-        tokens = generate(model.backbone.cpu(), prompt, 256, temperature=0.8, generator=generator)[0]
+        written = prompt[0].tolist()
+        for token in stream(model.backbone.cpu(), prompt, SAMPLED, temperature=0.8, generator=generator):
+            progress("sampling", len(written) - prompt.shape[1], SAMPLED)
+            written.append(int(token))
         model.backbone.to(device)
         with replacing(folder / "sample.txt") as draft:
-            draft.write_bytes(bytes([*prompt[0].tolist(), *tokens.tolist()]))
+            draft.write_bytes(bytes(written))
         return {"sample": "sample.txt"}

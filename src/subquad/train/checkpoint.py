@@ -1,7 +1,7 @@
 """Checkpoints: a folder per step that is either complete or not there, and never holds code.
 
     step-00000100/model.safetensors        weights and buffers
-                  optimizer.safetensors    AdamW's moments and step counts, by parameter name
+                  optimizer.safetensors    the optimiser's moments and step counts, by parameter name
                   state.json               step, position in the data, generators, redraw counter
 
 The folder is written under another name, reaches the disk, and takes its name in one step: `kill -9` at any moment
@@ -10,11 +10,15 @@ leaves the one before. Nothing is pickled, so loading a checkpoint never runs wh
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +28,54 @@ from torch import Tensor
 
 from ..files import make_shared, replacing, write_json
 
-__all__ = ["CHECKPOINT_VERSION", "latest", "load", "prune", "save"]
+__all__ = ["CHECKPOINT_VERSION", "DiskError", "disk_error", "latest", "load", "one_report", "prune", "save"]
 
 # Raised when a field changes its meaning.
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
+# What writing fails with when a disk or a quota is full, or the disk itself fails.
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EROFS, getattr(errno, "EDQUOT", errno.ENOSPC)}
+
+
+class DiskError(OSError):
+    """The files of a run cannot be written any more; those that were complete before are still there."""
+
+
+def _no_space(error: BaseException | None) -> int | None:
+    """The number of the system's error where writing failed for want of space, else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, SafetensorError) and (match := re.search(r"os error (\d+)", str(error))):
+        number = int(match[1])  # the format's own writer has no other way to say it
+    return number if number in _NO_SPACE else None
+
+
+@contextmanager
+def one_report() -> Iterator[None]:
+    """A full disk is reported once: the thread that writes event files meets it too, and hands it on to this one."""
+    before = threading.excepthook
+
+    def hook(caught: threading.ExceptHookArgs) -> None:
+        if _no_space(caught.exc_value) is None:
+            before(caught)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+def disk_error(error: BaseException, folder: Path) -> DiskError | None:
+    """The error to raise instead where writing into `folder` failed for want of space, else None."""
+    number = _no_space(error)
+    if number is None:
+        return None
+    kept = latest(folder / "checkpoints")
+    there = "no checkpoint is complete yet" if kept is None else f"its newest complete checkpoint is {kept}"
+    return DiskError(
+        f"the run in {str(folder)!r} cannot be written ({os.strerror(number)}) and is stopped; {there}. Free some "
+        f"space, then go on with: subquad train --resume --out {folder}"
+    )
 
 
 def _sync(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from ..plain_text import first_line
 from ..tasks.base import Batch
 
@@ -47,7 +48,10 @@ class Workers:
     """One Accelerator, and the few collectives that training needs; use it in a `with` block."""
 
     def __init__(self, precision: str, device: str | None) -> None:
-        from accelerate import Accelerator  # type: ignore[import-untyped]
+        try:
+            from accelerate import Accelerator  # type: ignore[import-untyped]
+        except ModuleNotFoundError:
+            raise checks.missing_package("training", "accelerate", "train") from None
 
         cpu = device == "cpu" or not torch.accelerator.is_available()
         if precision == "fp16" and cpu:

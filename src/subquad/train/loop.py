@@ -1,4 +1,4 @@
-"""The training loop: one pass of the batches, AdamW, metrics, checkpoints; the same on one process or many.
+"""The training loop: one pass of the batches, updates, metrics, checkpoints; the same on one process or many.
 
 Accelerate places the model, wraps it for DDP or FSDP, and handles mixed precision. What a step computes depends on the
 settings only: the loss of a batch is its sum over all examples divided by their weight, whichever process or part they
@@ -11,39 +11,45 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import Tensor
 
 from ..features.seeded import mix
 from ..files import write_json
 from ..nn.schedule import RedrawSchedule
-from ..tasks.base import Batch, Examples, SequentialExamples, TaskModel
+from ..tasks.base import Batch, Progress, SequentialExamples, TaskModel
+from . import checkpoint
+from .clock import Clock, paced
 from .data import batches, validation_batches
 from .distributed import Workers, lost_process
 from .memory import MemoryEstimate, estimate_memory, is_out_of_memory, out_of_memory, refuse_batch
+from .optimizers import make_optimizer
 from .records import Records
 from .rng import restore_rng, rng_state, seed_all
 from .run import Run
-from .settings import Running, Settings, learning_rate
+from .settings import Running, learning_rate
 from .snapshot import Snapshot
+from .start import take_weights
 
-__all__ = ["OnLog", "Outcome", "train"]
+__all__ = ["Outcome", "train"]
 
 # Examples that mechanisms with centring or fitted scales are calibrated on before the first step.
 CALIBRATION_EXAMPLES = 8
 
-OnLog = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `status` is finished, interrupted or diverged; `metrics` of the last validation."""
+    """How a run ended: `metrics` of the last validation, `seconds` on the wall and `training_seconds` in steps alone.
+
+    status: finished, stopped (its time was up), interrupted or diverged
+    """
 
     status: str
     step: int
@@ -51,11 +57,18 @@ class Outcome:
     artefacts: dict[str, Any] = field(default_factory=dict)
     parameters: int = 0
     seconds: float = 0.0
+    training_seconds: float = 0.0
+    tokens_per_second: float = 0.0
     reason: str = ""
 
 
 def train(
-    run: Run, folder: str | Path, *, resume: bool = False, running: Running | None = None, on_log: OnLog | None = None
+    run: Run,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    running: Running | None = None,
+    on_log: Progress | None = None,
 ) -> Outcome:
     """Train `run` in `folder`, or continue it there.
 
@@ -71,23 +84,17 @@ def train(
     'finished'
     """
     folder, running = Path(folder), running or Running()
-    with Workers(run.settings.precision, running.device) as workers:
+    with checkpoint.one_report(), Workers(run.settings.precision, running.device) as workers:
         try:
             return _Training(run, folder, running, workers, on_log or (lambda *_: None)).start(resume)
         except RuntimeError as error:
             if (lost := lost_process(error, workers, folder)) is not None:
                 raise lost from error
             raise
-
-
-def _parameter_groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Weight decay on matrices only: shrinking a norm's scale or an embedding's row is no regularisation."""
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    groups: dict[bool, list[Tensor]] = {True: [], False: []}
-    for parameter in model.parameters():
-        groups[parameter.dim() >= 2 and id(parameter) not in embeddings].append(parameter)
-    decays = {True: settings.weight_decay, False: 0.0}
-    return [{"params": params, "weight_decay": decays[kind]} for kind, params in groups.items() if params]
+        except (OSError, SafetensorError) as error:
+            if (full := checkpoint.disk_error(error, folder)) is not None:
+                raise full from error
+            raise
 
 
 def _where(step: int, steps: int) -> str:
@@ -125,13 +132,14 @@ def _interrupts(enabled: bool) -> Iterator[list[int]]:
 class _Training:
     """One call of `train`: what all its parts need."""
 
-    def __init__(self, run: Run, folder: Path, running: Running, workers: Workers, on_log: OnLog) -> None:
-        self.run, self.folder, self.running, self.workers, self.on_log = run, folder, running, workers, on_log
+    def __init__(self, run: Run, folder: Path, running: Running, workers: Workers, on_log: Progress) -> None:
+        self.run, self.folder, self.running, self.workers = run, folder, running, workers
+        self.on_log: Progress = on_log if workers.is_main else lambda *_: None
         self.settings = run.settings
         self.share = self.settings.share(workers.processes)
         self.estimate: MemoryEstimate | None = None
         self.metrics: dict[str, float] = {}
-        self.elapsed = 0.0  # seconds that earlier starts of the run took
+        self.records: Records | None = None
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
@@ -140,6 +148,10 @@ class _Training:
         self.examples = {split: self.run.task.examples(split) for split in ("train", "valid")}
         seed_all(mix(self.settings.seed, 0) >> 1)
         module = self.run.build()
+        if self.run.start is not None and not checkpoint.latest(self.folder / "checkpoints"):
+            source = Path(self.run.start)
+            theirs = Run.read(source.parent.parent).to_dict()["model"]["mechanism"]
+            take_weights(module, source, same_mechanism=theirs == self.run.to_dict()["model"]["mechanism"])
         parameters = sum(p.numel() for p in module.parameters())
         if self.running.checkpoint_activations:
             backbone = getattr(module, "backbone", None)
@@ -151,14 +163,11 @@ class _Training:
         if self.workers.is_main:
             self.run.claim(self.folder, resume=resume)
         self.workers.wait()
-        optimizer = torch.optim.AdamW(
-            _parameter_groups(module, self.settings), betas=(self.settings.beta1, self.settings.beta2)
-        )
-        self.model, self.optimizer = self.workers.prepare(module, optimizer)
+        self.model, self.optimizer = self.workers.prepare(module, make_optimizer(module, self.settings))
         self.redraw = RedrawSchedule(module, self.settings.redraw_every) if self.settings.redraw_every else None
         self.snapshot = Snapshot(self.folder / "checkpoints", module, self.model, self.optimizer, self.workers)
         step = self._restore()
-        if resume and self.workers.is_main:
+        if resume:
             self.on_log(_where(step, self.settings.steps), step, self.settings.steps)
         return self._loop(step, module, parameters)
 
@@ -184,11 +193,15 @@ class _Training:
 
     def _restore(self) -> int:
         state = self.snapshot.load()
+        hours = self.running.hours
+        self.clock = Clock(
+            state, valid_seconds=self.running.valid_seconds, limit=None if hours is None else 3600 * hours
+        )
         if state is None:
             seed_all(mix(self.settings.seed, 1 + self.workers.process) >> 1)
             self._save(0)
             return 0
-        self.elapsed, self.metrics = state["seconds"], state["metrics"]
+        self.metrics = state["metrics"]
         if self.redraw is not None:
             self.redraw.load_state_dict(state["redraw"])
         step = int(state["step"])
@@ -201,7 +214,7 @@ class _Training:
             seed_all(mix(mix(self.settings.seed, step), self.workers.process) >> 1)
         return step
 
-    def _save(self, step: int, seconds: float = 0.0) -> None:
+    def _save(self, step: int) -> None:
         position, stream = step * self.settings.batch, self.examples["train"]
         kept = {"stream": stream.position(position)} if isinstance(stream, SequentialExamples) else {}
         state = {
@@ -209,20 +222,16 @@ class _Training:
             "redraw": None if self.redraw is None else self.redraw.state_dict(),
             "rng": self.workers.gather(rng_state()),
             "metrics": self.metrics,
-            "seconds": seconds,
+            **self.clock.spent(),
         }
         self.snapshot.save(step, state, self.running.keep)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _loop(self, first: int, module: TaskModel, parameters: int) -> Outcome:
-        settings, running, began = self.settings, self.running, time.perf_counter()
-        records = Records(self.folder, first, tensorboard=running.tensorboard) if self.workers.is_main else None
-        status, reason, step = "finished", "", first
-
-        def seconds() -> float:
-            return self.elapsed + time.perf_counter() - began
-
+        settings, running = self.settings, self.running
+        if self.workers.is_main:
+            self.records = Records(self.folder, first, tensorboard=running.tensorboard)
         plan = batches(
             self.run.task, self.examples["train"], seed=settings.seed, batch=settings.batch, share=self.share,
             accumulate=settings.accumulate, process=self.workers.process, steps=range(first, settings.steps),
@@ -230,40 +239,58 @@ class _Training:
         )  # fmt: skip
         try:
             with _interrupts(self.workers.processes == 1) as caught, plan as stream:
-                self.model.train()
-                for step in range(first, settings.steps):
-                    figures = self._step(step, stream)
-                    if not math.isfinite(figures["loss"]) or not math.isfinite(figures["gradient_norm"]):
-                        status, reason = "diverged", self._why(step, figures)
-                        break
-                    done = step + 1
-                    if records and (done % running.log_every == 0 or done == settings.steps):
-                        records.write("train", done, {**figures, "seconds": seconds()})
-                        self.on_log(f"loss {figures['loss']:.4f}{self._headline()}", done, settings.steps)
-                    if done % settings.valid_every == 0 or done == settings.steps:
-                        self.metrics = self._validate(self.examples["valid"])
-                        if records:
-                            records.write("valid", done, {**self.metrics, "seconds": seconds()})
-                    if done % running.save_every == 0 or done == settings.steps or caught:
-                        self._save(done, seconds())
-                    if caught and done < settings.steps:
-                        status, reason = "interrupted", f"interrupted after step {done}; resume it with --resume"
-                        break
-            step = step + (status != "diverged") if first < settings.steps else settings.steps
-            if records and reason:
-                records.write(status, step, {})
+                status, step, reason = self._steps(first, stream, caught)
+            if self.records and reason:
+                self.records.write(status, step, {})
         finally:
-            if records:
-                records.close()
-        return self._finish(status, step, reason, parameters, seconds(), module)
+            if self.records:
+                self.records.close()
+        return self._finish(status, step, reason, parameters, module)
 
-    def _step(self, step: int, stream: Iterator[Batch]) -> dict[str, float]:
-        """One update; a loss or gradient that is not finite is reported and not applied."""
+    def _steps(self, step: int, stream: Iterator[Batch], caught: list[int]) -> tuple[str, int, str]:
+        """(status, step, reason) after the steps from `step` on."""
+        settings, running, clock = self.settings, self.running, self.clock
+        self.model.train()
+        if step == 0 and self.run.start is not None:
+            self._validate(0, at_once=True)  # what the weights of the other run are worth here
+        over = step < settings.steps and self._together(clock.over)
+        while step < settings.steps and not over:
+            began = time.perf_counter()
+            figures, tokens = self._step(step, stream)
+            clock.step(time.perf_counter() - began, tokens * self.workers.processes)
+            if not math.isfinite(figures["loss"]) or not math.isfinite(figures["gradient_norm"]):
+                return "diverged", step, self._why(step, figures)
+            step += 1
+            over = step < settings.steps and self._together(clock.over)
+            last = over or step == settings.steps
+            if step % running.log_every == 0 or last:
+                if self.records:
+                    self.records.write("train", step, {**figures, **clock.figures()})
+                self.on_log(f"loss {figures['loss']:.4f}{self._headline()}", step, settings.steps)
+            if self._together(clock.due()) or step % settings.valid_every == 0 or last:
+                self._validate(step, at_once=last)
+            if step % running.save_every == 0 or last or caught:
+                self._save(step)
+            if caught and step < settings.steps:
+                return "interrupted", step, f"interrupted after step {step}; resume it with --resume"
+        if over:
+            return "stopped", step, f"stopped after step {step}: its time of {running.hours:g} hours is up"
+        return "finished", step, ""
+
+    def _together(self, mine: bool) -> bool:
+        """Whether any process says so; clocks differ, and all have to do the same."""
+        if self.workers.processes == 1 or (self.running.valid_seconds is None and self.running.hours is None):
+            return mine
+        return bool(self.workers.sum(torch.tensor(float(mine), device=self.workers.device)) > 0)
+
+    def _step(self, step: int, stream: Iterator[Batch]) -> tuple[dict[str, float], int]:
+        """One update -> its figures and tokens; a loss or gradient that is not finite is reported and not applied."""
         settings, workers = self.settings, self.workers
         rate = learning_rate(settings, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parts = [workers.place(next(stream)) for _ in range(settings.accumulate)]
+        tokens = sum(self.run.task.tokens(part) for part in parts)
         weight = workers.sum(torch.stack([part["weight"].sum() for part in parts]).sum()).clamp(min=1e-9)
         total = torch.zeros((), device=workers.device)
         try:
@@ -285,12 +312,12 @@ class _Training:
             # Overflow is how the loss scale finds its size; that step is left out, and says so by a norm of 0.
             figures["gradient_norm"] = figures["gradient_norm"] if math.isfinite(figures["gradient_norm"]) else 0.0
         elif not all(math.isfinite(value) for value in figures.values()):
-            return figures
+            return figures, tokens
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.redraw is not None:
             self.redraw.step()
-        return figures
+        return figures, tokens
 
     def _why(self, step: int, figures: dict[str, float]) -> str:
         what = "loss" if not math.isfinite(figures["loss"]) else "gradient"
@@ -306,28 +333,38 @@ class _Training:
         return f", valid {name} {self.metrics[name]:.4f}" if name in self.metrics else ""
 
     @torch.no_grad()
-    def _validate(self, examples: Examples) -> dict[str, float]:
+    def _validate(self, step: int, *, at_once: bool) -> None:
         self.model.eval()
         totals: dict[str, Tensor] = {}
-        share, process, processes = self.share, self.workers.process, self.workers.processes
-        for batch, counts in validation_batches(
-            self.run.task, examples, count=self.settings.valid_examples, share=share, process=process,
-            processes=processes,
+        examples, processes = self.examples["valid"], self.workers.processes
+        count = min(self.settings.valid_examples, len(examples))
+        progress = paced(self.on_log, at_once=at_once)
+        for number, (batch, counts) in enumerate(
+            validation_batches(
+                self.run.task, examples, count=count, share=self.share, process=self.workers.process,
+                processes=processes,
+            )
         ):  # fmt: skip
+            progress("validating", min(number * self.share * processes, count), count)
             placed = self.workers.place(batch)
             sums = {**self.model(placed), "weight": placed["weight"].sum()}
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0) + value.double() * counts
         self.model.train()
-        return self.run.task.metrics({name: float(self.workers.sum(totals[name])) for name in sorted(totals)})
+        self.metrics = self.run.task.metrics({name: float(self.workers.sum(totals[name])) for name in sorted(totals)})
+        if self.records:
+            self.records.write("valid", step, {**self.metrics, **self.clock.spent()})
 
-    def _finish(
-        self, status: str, step: int, reason: str, parameters: int, seconds: float, module: TaskModel
-    ) -> Outcome:
+    def _finish(self, status: str, step: int, reason: str, parameters: int, module: TaskModel) -> Outcome:
         artefacts: dict[str, Any] = {}
-        if status == "finished" and self.workers.is_main and not self.workers.sharded:
-            artefacts = self.run.task.finish(module.eval(), self.folder, self.settings.seed)
-        outcome = Outcome(status, step, self.metrics, artefacts, parameters, seconds, reason)
+        if status in ("finished", "stopped") and self.workers.is_main and not self.workers.sharded:
+            progress = paced(self.on_log, at_once=True)
+            artefacts = self.run.task.finish(module.eval(), self.folder, self.settings.seed, progress)
+        clock = self.clock
+        outcome = Outcome(
+            status, step, self.metrics, artefacts, parameters, clock.seconds, clock.training,
+            clock.tokens / clock.training if clock.training else 0.0, reason,
+        )  # fmt: skip
         if self.workers.is_main:
             write_json(self.folder / "result.json", {**outcome.__dict__, "run": self.run.to_dict()})
         self.workers.wait()

@@ -1,6 +1,6 @@
 """Will a batch fit? Estimated before the first step, from what one example makes the model keep for the backward.
 
-Weights, gradients and AdamW's two moments are counted exactly. Activations are what autograd saves while one example
+Weights, gradients and two moments (AdamW's) are counted exactly. Activations are what autograd saves while one example
 goes forward, times the examples computed at a time; what an operator needs for a moment only comes on top.
 """
 

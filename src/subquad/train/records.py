@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .. import checks
 from ..files import write_text
 
 __all__ = ["Records", "read_records"]
@@ -30,13 +31,18 @@ class Records:
 
     def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [record for record in read_records(self.path) if record["step"] <= step]
+        # A run that starts over at step 0 says again what it says before its first step.
+        kept = [record for record in read_records(self.path) if 0 < record["step"] <= step]
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self.file = self.path.open("a", encoding="utf-8")
         self.board: Any = None
         if tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
+            try:
+                from torch.utils.tensorboard.writer import SummaryWriter
+            except ModuleNotFoundError:
+                raise checks.missing_package(
+                    "--tensorboard (or say --no-tensorboard)", "tensorboard", "train"
+                ) from None
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def write(self, kind: str, step: int, figures: dict[str, float]) -> None:

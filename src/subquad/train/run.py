@@ -14,19 +14,24 @@ from ..tasks import get_task
 from ..tasks.base import Task, TaskModel
 from . import checkpoint
 from .settings import Settings
+from .start import source_checkpoint
 
-__all__ = ["RUN_VERSION", "Run", "load_trained", "nothing_to_resume"]
+__all__ = ["RUN_VERSION", "Run", "differences", "load_trained", "nothing_to_resume"]
 
 RUN_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Run:
-    """A task, the fields of its model, and settings; `model` needs `mechanism`, the rest has the task's defaults."""
+    """A task, the fields of its model, and settings; `model` needs `mechanism`, the rest has the task's defaults.
+
+    start: a checkpoint of another run that the first weights come from; None = they are drawn
+    """
 
     task: Task
     model: Mapping[str, Any]
     settings: Settings
+    start: str | None = None
 
     @classmethod
     def of(
@@ -36,9 +41,12 @@ class Run:
         *,
         model: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        start: str | Path | None = None,
         **options: Any,
     ) -> Run:
         """A run from a task (or its name and options) with the task's own defaults for all that is not given.
+
+        start: the folder of another run, whose newest weights are taken, or one of its checkpoints
 
         >>> Run.of("copy", "linear", settings={"steps": 5}, length=8).settings.steps
         5
@@ -51,7 +59,7 @@ class Run:
         chosen = Settings.from_dict({**made.training, **(settings or {})})
         # A seed for the mechanisms: without one they would take it from torch's generator, and resume with another.
         fields = {"seed": chosen.seed, **made.model, **(model or {}), "mechanism": mechanism}
-        return cls(made, fields, chosen)
+        return cls(made, fields, chosen, None if start is None else str(source_checkpoint(start)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; refuses what has no JSON form."""
@@ -62,6 +70,7 @@ class Run:
             "options": self.task.to_dict(),
             "model": model,
             "settings": self.settings.to_dict(),
+            "start": self.start,
         }
 
     @classmethod
@@ -70,7 +79,38 @@ class Run:
         if data.get("version") != RUN_VERSION:
             raise ValueError(f"the run has version {data.get('version')!r}, this subquad reads version {RUN_VERSION}")
         task = get_task(data["task"]).from_options(data["options"])
-        return cls(task, dict(data["model"]), Settings.from_dict(data["settings"]))
+        return cls(task, dict(data["model"]), Settings.from_dict(data["settings"]), data.get("start"))
+
+    def changed(
+        self,
+        *,
+        mechanism: Any = None,
+        mechanism_options: Mapping[str, Any] | None = None,
+        model: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        start: str | Path | None = None,
+        **options: Any,
+    ) -> Run:
+        """This run with what is given in place of its own; the folder that `start` is in names it as well.
+
+        mechanism_options: of the mechanism that is given, or else of the run's own
+
+        >>> Run.of("copy", "linear", length=8).changed(settings={"steps": 5}).settings.steps
+        5
+        """
+        task = type(self.task).from_options({**self.task.to_dict(), **options})
+        choice = self.model["mechanism"] if mechanism is None else mechanism
+        if mechanism_options:
+            if not isinstance(choice, (str, Mapping)):
+                raise ValueError(f"--option belongs to one mechanism; this run has one per layer: {choice}")
+            choice = {**({"mechanism": choice} if isinstance(choice, str) else choice), **mechanism_options}
+        fields = {**self.model, **(model or {}), "mechanism": choice}
+        chosen = Settings.from_dict({**self.settings.to_dict(), **(settings or {})})
+        if "seed" in (settings or {}) and "seed" not in (model or {}):
+            fields["seed"] = chosen.seed  # as in `of`
+        if start is None or (self.start is not None and Path(start) in (Path(self.start), *Path(self.start).parents)):
+            return Run(task, fields, chosen, self.start)
+        return Run(task, fields, chosen, str(source_checkpoint(start)))
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -89,8 +129,8 @@ class Run:
         path = folder / "run.json"
         mine = json.loads(json.dumps(self.to_dict()))
         if path.is_file():
-            theirs = _read(folder)
-            wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in _differences(theirs, mine)]
+            theirs = json.loads(json.dumps(Run.read(folder).to_dict()))  # with defaults of settings it has not heard of
+            wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in differences(theirs, mine)]
             if wrong:
                 raise ValueError(
                     f"{str(folder)!r} holds a run with another configuration, nothing was changed: {'; '.join(wrong)}. "
@@ -137,10 +177,15 @@ def _read(folder: Path) -> dict[str, Any]:
     return data
 
 
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(field, old value, new value) of everything in which two configurations differ.
+
+    >>> list(differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}))
+    [('a.b', 1, 3)]
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
-            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+            yield from differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
     elif old != new:
         yield name, old, new
 

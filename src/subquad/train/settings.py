@@ -13,9 +13,10 @@ from typing import Any
 
 from .. import checks
 
-__all__ = ["PRECISIONS", "Running", "Settings", "learning_rate"]
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Running", "Settings", "learning_rate"]
 
 PRECISIONS = ("no", "bf16", "fp16")
+OPTIMIZERS = ("adamw", "adam", "radam", "nadam", "lion", "sgd")
 
 
 def _check_number(name: str, value: object, least: float, most: float = float("inf")) -> None:
@@ -31,8 +32,10 @@ class Settings:
     steps:        updates of the weights
     batch:        examples per update, over all processes and accumulated parts together
     accumulate:   parts that a process computes its share of a batch in: less memory, the same result
-    lr, warmup, final_lr: AdamW's rate rises to `lr` over `warmup` steps, then falls as a cosine to `final_lr` times it
-    weight_decay: on matrices only; biases, norms and embeddings have none.   beta1, beta2: AdamW's
+    optimizer:    adamw | adam | radam | nadam | lion | sgd
+    lr, warmup, final_lr: its rate rises to `lr` over `warmup` steps, then falls as a cosine to `final_lr` times it
+    weight_decay: on matrices only; biases, norms and embeddings have none
+    beta1, beta2: of its averages (sgd: beta1 is the momentum)
     clip:         largest norm of the gradient; 0 = no limit
     precision:    no | bf16 | fp16 (mixed precision)
     seed:         of the first weights, the order of the data and dropout
@@ -43,6 +46,7 @@ class Settings:
     steps: int = 1000
     batch: int = 32
     accumulate: int = 1
+    optimizer: str = "adamw"
     lr: float = 1e-3
     warmup: int = 100
     final_lr: float = 0.1
@@ -66,6 +70,7 @@ class Settings:
         for name in ("final_lr", "beta1", "beta2"):
             _check_number(name, getattr(self, name), 0, 1)
         checks.check_option("precision", self.precision, PRECISIONS)
+        checks.check_option("optimizer", self.optimizer, OPTIMIZERS)
 
     def share(self, processes: int) -> int:
         """Examples that one process computes at a time."""
@@ -93,6 +98,8 @@ class Running:
     """What the result does not depend on.
 
     save_every:  steps between checkpoints.   keep: checkpoints that stay.   log_every: steps between lines of metrics
+    valid_seconds: also validate whenever so many more seconds were spent in steps, for curves against time
+    hours:       end the run after so long, counted over all its starts; it can be resumed with more
     workers:     processes that prepare batches; 0 = the training process itself
     device:      None = what Accelerate finds;  'cpu' to stay there
     tensorboard: write event files beside the JSON lines
@@ -103,6 +110,8 @@ class Running:
     save_every: int = 100
     keep: int = 2
     log_every: int = 10
+    valid_seconds: float | None = None
+    hours: float | None = None
     workers: int = 0
     device: str | None = None
     tensorboard: bool = True
@@ -113,6 +122,9 @@ class Running:
         for name in ("save_every", "keep", "log_every"):
             checks.check_positive(name, getattr(self, name))
         checks.check_positive("workers", self.workers, least=0)
+        for name in ("valid_seconds", "hours"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 0)
         if self.device not in (None, "cpu"):
             raise ValueError(f"device must be 'cpu', or None for the best one there is, got {self.device!r}")
 

@@ -26,6 +26,9 @@ __all__ = ["Snapshot"]
 
 Moments = dict[str, dict[str, Tensor]]
 
+# What torch's optimisers keep per parameter and on the CPU, besides moments.
+_COUNTS = ("step", "mu_product")
+
 
 class Snapshot:
     """Saves and restores the weights and moments of one training."""
@@ -55,7 +58,12 @@ class Snapshot:
         """Write the checkpoint of `step`; all processes take part, the main one writes."""
         weights, moments = self._gathered()
         if self.workers.is_main:
-            flat = {f"{name}::{kind}": x for name, inside in moments.items() for kind, x in inside.items()}
+            flat = {
+                f"{name}::{kind}": x
+                for name, inside in moments.items()
+                for kind, x in inside.items()
+                if x is not None  # sgd without momentum
+            }
             checkpoint.save(self.folder, step, weights, flat, state)
             checkpoint.prune(self.folder, keep)
         self.workers.wait()
@@ -76,9 +84,9 @@ class Snapshot:
         self.module.load_state_dict(weights)
         for name, parameter in self.module.named_parameters():
             if name in moments:
-                # AdamW counts its steps on the CPU; its moments live beside the weights.
+                # Optimisers count their steps on the CPU; their moments live beside the weights.
                 self.optimizer.state[parameter] = {
-                    kind: x.clone() if kind == "step" else x.to(parameter.device) for kind, x in moments[name].items()
+                    kind: x.clone() if kind in _COUNTS else x.to(parameter.device) for kind, x in moments[name].items()
                 }
         return state
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from ...mechanisms import Mechanism
+from ...mechanisms.head_groups import HeadGroups
 from ...nn.packing import run_packed
 from ..cache import StateLayer
-from ..head_groups import HeadGroups
 from .interface import Call, Seen, mechanism_of
 from .masks import visible_after, visible_keys
 
@@ -310,7 +310,7 @@ class Converted:
 
 
 def _can_absorb(mechanism: Mechanism) -> bool:
-    return type(mechanism).absorb is not Mechanism.absorb and mechanism.cross
+    return mechanism.absorbs and mechanism.cross
 
 
 def _thread() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels import operator
 from ...mechanisms import Mechanism
 from ...mechanisms.softmax import Softmax
 from .attachment import attach, detach
@@ -176,17 +177,17 @@ class StandIn(Mechanism):
         # Facts of the class elsewhere, here of what it stands for.
         self.__dict__.update(recurrent=recurrent, kernelised=alone)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
-        return self.inner._attend(q, k, v, **call)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: operator.Call, *, is_causal: bool) -> Tensor:
+        return self.inner._attend(q, k, v, call, is_causal=is_causal)
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, **call: Any) -> tuple[Tensor, Any]:
-        return self.inner._scan(q, k, v, state, **call)
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: operator.Call) -> tuple[Tensor, Any]:
+        return self.inner._scan(q, k, v, state, call)
 
-    def absorb(self, k: Tensor, v: Tensor, state: Any = None, **call: Any) -> Any:
-        return self.inner.absorb(k, v, state, **call)
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: operator.Call) -> Any:
+        return self.inner._absorb(k, v, state, call)
 
-    def read(self, q: Tensor, state: Any, **call: Any) -> Tensor:
-        return self.inner.read(q, state, **call)
+    def _read(self, q: Tensor, state: Any, call: operator.Call) -> Tensor:
+        return self.inner._read(q, state, call)
 
 
 def _wrong(

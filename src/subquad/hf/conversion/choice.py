@@ -13,9 +13,9 @@ from typing import Any
 
 from ...features.calibration import Calibration
 from ...mechanisms import Mechanism
+from ...mechanisms.head_groups import HeadGroups
 from ...mechanisms.softmax import Softmax
 from ...nn.choice import make_mechanism, per_layer
-from ..head_groups import HeadGroups
 from .capturing import LayerSample, select_layers
 from .layers import AttentionLayer
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...mechanisms import Mechanism
+from ...mechanisms.head_groups import HeadGroups
 from ..conversion.report import in_brief
-from ..head_groups import HeadGroups
 from .candidates import seeded
 from .search import search
 from .statistics import LayerStatistics

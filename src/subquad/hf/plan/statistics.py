@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ...features.calibration import Calibration
 from ...features.random import ExponentialFeatures
 from ...mechanisms import Mechanism
+from ...mechanisms.head_groups import HeadGroups
 from ..conversion.capturing import LayerSample, capture
-from ..head_groups import HeadGroups
 
 __all__ = ["LayerStatistics", "calibrate_layers", "gather"]
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from ...features.seeded import Projection
 from ...mechanisms import create
+from ...mechanisms.head_groups import HeadGroups
 from ...mechanisms.softmax import Softmax
 from ...planning.baselines import uniform_attention
 from ...planning.cost import attention_costs
 from ..conversion.capturing import LayerSample, capture
 from ..conversion.layers import AttentionLayer, known_layers
 from ..conversion.output_projections import output_weight
-from ..head_groups import HeadGroups
 from .candidates import default_candidates, seeded, with_causal_form
 from .statistics import LayerStatistics, gather
 

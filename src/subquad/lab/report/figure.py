@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Figure", "Line", "Selector"]
+__all__ = ["Figure", "Line", "Selector", "only_measured"]
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,10 @@ class Figure:
     def start(self) -> dict[str, str]:
         """The first option of every selector."""
         return {selector.name: selector.options[0][0] for selector in self.selectors}
+
+
+def only_measured(selector: Selector, lines: Sequence[Line]) -> Selector:
+    """The same selector with the options that some line has."""
+    found = {line.choice.get(selector.name) for line in lines}
+    kept = tuple(option for option in selector.options if option[0] in found)
+    return Selector(selector.name, selector.title, kept or selector.options[:1])

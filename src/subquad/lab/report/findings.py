@@ -4,57 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from subquad.planning.crossover import faster_from
-
-from . import generation, speed
-from .figures import milliseconds
-from .machine import gemm_rate
 from .notebook import Notebook
-from .recommendation import recommend
+from .sections import generation, speed, use
+from .sections.machine import gemm_rate
 from .settings import Settings
+from .words import milliseconds, tokens
 
-__all__ = ["FORMS", "findings", "headline", "star", "tokens"]
-
-FORMS = {
-    "forward, full": ("forward", False),
-    "forward, causal": ("forward", True),
-    "forward + backward, full": ("training", False),
-    "forward + backward, causal": ("training", True),
-}
-
-
-def tokens(length: float) -> str:
-    """A length in words, rounded as far as a crossover can be known.
-
-    >>> tokens(487.2), tokens(1312), tokens(16384)
-    ('490', '1,300', '16,000')
-    """
-    digits = 10 ** max(0, len(str(int(length))) - 2)
-    return f"{round(length / digits) * digits:,}"
+__all__ = ["findings", "headline", "star"]
 
 
 def star(settings: Settings) -> str | None:
-    """The mechanism that the headline is about: the performer where it was measured."""
+    """The mechanism that the headline is about: multipole, or the performer, where it was measured."""
     others = [name for name in settings.names if name != "softmax"]
-    return "performer" if "performer" in others else next(iter(others), None)
+    return next((name for name in ("multipole", "performer", *others) if name in others), None)
 
 
 def findings(notebook: Notebook, settings: Settings) -> dict[str, Any]:
     """Crossovers by form, the gain at the longest length, the limit, generation, and the recommendations."""
-    crossovers: dict[str, dict[str, float | None]] = {}
-    gains: dict[str, dict[str, Any]] = {}
-    for words, (kind, causal) in FORMS.items():
-        softmax = speed.points(notebook, "softmax", kind, causal)
-        if not softmax:
-            continue
-        rows: dict[str, float | None] = {}
-        for name in settings.names[1:]:
-            mine = speed.points(notebook, name, kind, causal)
-            if set(mine) & set(softmax):
-                rows[name] = faster_from(mine, softmax)
-                longest = max(set(mine) & set(softmax))
-                gains.setdefault(words, {})[name] = {"length": longest, "gain": softmax[longest] / mine[longest]}
-        crossovers[words] = rows
+    crossovers, gains = speed.crossovers(notebook, settings)
     decode = {}
     for name in settings.names:
         mine = generation.points(notebook, name, "us_per_token")
@@ -66,7 +33,7 @@ def findings(notebook: Notebook, settings: Settings) -> dict[str, Any]:
         "gemm_gflops": gemm_rate(notebook),
         "generation": decode,
         "shortest": settings.lengths[0],
-        "recommendations": recommend(notebook, settings.lengths, settings.budgets),
+        "recommendations": use.recommend(notebook, settings),
     }
 
 
@@ -94,20 +61,25 @@ def headline(found: dict[str, Any], settings: Settings) -> list[str]:
     if "not" not in causal:
         lines.append(f"Causal, it {causal}.")
     decode = found["generation"]
-    if name in decode and "softmax" in decode:
-        mine, cache = decode[name]["us_per_token"], decode["softmax"]["us_per_token"]
+    # What a state of fixed size is worth.
+    steady = "performer" if "performer" in decode else name
+    both = steady in decode and "softmax" in decode
+    if both and decode[steady]["context"] == decode["softmax"]["context"]:
+        mine, cache = decode[steady]["us_per_token"], decode["softmax"]["us_per_token"]
         lines.append(
-            f"Generating after {decode[name]['context']:,} tokens it needs {milliseconds(mine / 1e3)} per token and "
-            f"layer, a key cache {milliseconds(cache / 1e3)}."
+            f"Generating after {decode[steady]['context']:,} tokens {steady} needs {milliseconds(mine / 1e3)} per "
+            f"token and layer, a key cache {milliseconds(cache / 1e3)}."
         )
-    rows = found["recommendations"]
-    if rows:
-        longest, middle = max(row["length"] for row in rows), settings.budgets[len(settings.budgets) // 2]
-        kept = [row for row in rows if row["length"] == longest and row["budget"] == middle]
-        exact = [row["kind"] for row in kept if row["mechanism"] == "softmax"]
-        if exact and len(exact) < len(kept):
-            lines.append(
-                f"Speed is not the whole question: within an error of {middle:g}, {len(exact)} of {len(kept)} kinds of "
-                f"input still need softmax at {longest:,} tokens."
-            )
+    longest, middle = settings.lengths[-1], settings.budgets[len(settings.budgets) // 2]
+    kept = [
+        row
+        for row in found["recommendations"]
+        if row["length"] == longest and row["budget"] == middle and "missing" not in row
+    ]
+    exact = [row["kind"] for row in kept if row["mechanism"] == "softmax"]
+    if exact and len(exact) < len(kept):
+        lines.append(
+            f"Speed is not the whole question: within an error of {middle:g}, {len(exact)} of {len(kept)} kinds of "
+            f"input still need softmax at {longest:,} tokens."
+        )
     return lines

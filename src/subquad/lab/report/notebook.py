@@ -16,7 +16,7 @@ from subquad.files import write_json
 
 __all__ = ["FORMAT", "Notebook"]
 
-FORMAT = "subquad report 1"
+FORMAT = "subquad report 2"
 # A number measured elsewhere must not stand beside one measured here.
 SAME = ("processor", "threads", "torch", "subquad")
 
@@ -40,10 +40,11 @@ class Notebook:
     def __init__(self, path: Path, machine: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> None:
         self.path, self.machine, self.settings = path, dict(machine), dict(settings or {})
         self.cells: dict[str, dict[str, Any]] = {}
-        self.skipped: dict[str, dict[str, str]] = {}
+        self.skipped: dict[str, dict[str, Any]] = {}
         self.summary: dict[str, Any] = {}
+        self.load: dict[str, Any] = {}
         self.complete = False
-        self._wanted: set[str] | None = None
+        self._wanted: dict[str, int] | None = None
         self.started = time.strftime("%Y-%m-%d %H:%M:%S %z")
 
     @classmethod
@@ -71,9 +72,34 @@ class Notebook:
         book.started = stored.get("started", book.started)
         return book
 
-    def show_only(self, wanted: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Show the cells of these sections and questions alone: a resumed file may hold those of other settings too."""
-        self._wanted = {_key(section, asked) for section, asked in wanted}
+    @staticmethod
+    def stored_threads(path: Path) -> int | None:
+        """The number of threads that the report in this file was measured with; None where there is none to read."""
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["machine"]["threads"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def show_only(self, wanted: Iterable[tuple[str, Mapping[str, Any], int]]) -> None:
+        """Show the cells of these (section, question, numbers it stands for) alone: a resumed file may hold those of
+        other settings too."""
+        self._wanted = {_key(section, asked): count for section, asked, count in wanted}
+
+    @property
+    def cells_total(self) -> int:
+        """Numbers that the page would show if everything were measured."""
+        return len(self.cells) if self._wanted is None else sum(self._wanted.values())
+
+    @property
+    def cells_measured(self) -> int:
+        """Those that are there: a mechanism that a measured cell left out is not."""
+        found = 0
+        for key, cell in self.cells.items():
+            if cell["status"] == "measured" and (self._wanted is None or key in self._wanted):
+                every = cell["result"].get("mechanisms", {})
+                missing = sum(one["status"] == "skipped" for one in every.values())
+                found += (1 if self._wanted is None else self._wanted[key]) - missing
+        return found
 
     def find(self, section: str, asked: Mapping[str, Any]) -> dict[str, Any] | None:
         """The result of that measurement, or None."""
@@ -90,9 +116,9 @@ class Notebook:
         """Keep the fact that a measurement failed, which is a bug, and go on."""
         self._put(section, label, asked, {"status": "failed", "reason": reason})
 
-    def skip(self, section: str, label: str, reason: str) -> None:
+    def skip(self, section: str, label: str, reason: str, cells: int = 1) -> None:
         """Remember what was not measured; the page says so."""
-        self.skipped[f"{section}: {label}"] = {"section": section, "cell": label, "reason": reason}
+        self.skipped[f"{section}: {label}"] = {"section": section, "cell": label, "reason": reason, "cells": cells}
 
     @property
     def reasons(self) -> dict[str, dict[str, list[str]]]:
@@ -125,6 +151,9 @@ class Notebook:
             "format": FORMAT,
             "started": self.started,
             "complete": self.complete,
+            "cells_total": self.cells_total,
+            "cells_measured": self.cells_measured,
+            "load": self.load,
             "machine": self.machine,
             "settings": self.settings,
             "summary": self.summary,

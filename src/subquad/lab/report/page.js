@@ -146,7 +146,7 @@
       xaxis: { ...axis, type: xLog ? "log" : "linear", range: xRange, title: { text: figure.x_title, font: { size: 13 } }, showgrid: false,
         ...(few ? { tickvals: xs.filter((_, i) => (xs.length - 1 - i) % every === 0), ticktext: xs.filter((_, i) => (xs.length - 1 - i) % every === 0).map(shortNumber) } : xLog ? { dtick: xRange[1] - xRange[0] > 1.8 ? 1 : "D2", tickformat: "~g" } : xs.at(-1) <= 60 && xs.every((x) => Number.isInteger(x)) ? { dtick: Math.ceil((xs.at(-1) + 1) / 12), tickformat: "d", range: [xs[0] - 0.3, xs.at(-1) + 0.3] } : { tickformat: "~s" }) },
       yaxis: { ...axis, type: yLog ? "log" : "linear", range: yRange, tickformat: yLog ? "~g" : "~s",
-        ...(yLog ? { dtick: decades > 1.3 ? Math.max(1, Math.ceil(decades / 9)) : decades > 0.7 ? "D2" : "D1" } : {}) },
+        ...(yLog ? { dtick: decades > 2.2 ? Math.max(1, Math.ceil(decades / 9)) : decades > 0.7 ? "D2" : "D1" } : {}) },
       annotations: [
         { text: title, x: 0, xref: "paper", xanchor: "left", xshift: -44, y: 1, yref: "paper", yanchor: "bottom", yshift: 8,
           showarrow: false, font: { size: 13, color: css("--soft") } },

@@ -8,59 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import published, tables
 from .figure import Figure
-from .figures import milliseconds
 from .findings import headline, star
+from .load import sentence
 from .notebook import Notebook
+from .section import Rows, Section
 from .settings import NO_ATTENTION, Settings
 from .style import order, style_of
+from .words import crossing as crossing_words
+from .words import milliseconds, times
 
 __all__ = ["page"]
 
 _FOLDER = Path(__file__).parent
-
-_TITLES: dict[str, tuple[str, str]] = {
-    "use": (
-        "What to use",
-        (
-            "The fastest setting within an error budget, on five kinds of attention. Error is relative and squared: "
-            "0.01 means that one per cent of the attention matrix’s energy is wrong. Your own data may be none of "
-            "these: <code>subquad plan</code> answers for it."
-        ),
-    ),
-    "model": ("Your model, layer by layer", ""),
-    "speed": ("Speed and memory", "Everything that is compared ran in turn, on the same inputs, in the same minute."),
-    "error": (
-        "Error",
-        (
-            "Random features estimate softmax attention. Whether the estimate is any good depends on the data more "
-            "than on the method, so every curve stands beside three answers that need no randomness at all."
-        ),
-    ),
-    "published": ("What was wrong in the published Hadamard report", ""),
-    "projections": (
-        "Projections",
-        "The random matrix behind the features: how it is drawn does not change its cost, how it is applied does.",
-    ),
-    "generation": ("Generation", "Token by token, what was read before is kept in a state of fixed size."),
-    "spectrum": (
-        "The spectrum of attention",
-        "Low-rank methods assume that attention matrices have low rank. Some do.",
-    ),
-    "machine": ("Machine and method", ""),
-}
-# By section, from top to bottom: the figures that stand side by side.
-_PAIRS: dict[str, list[tuple[str, ...]]] = {
-    "use": [("tradeoff",)],
-    "model": [("model-error",)],
-    "speed": [("speed",), ("memory",)],
-    "error": [("error-features",), ("error-projections",)],
-    "published": [("published",)],
-    "projections": [("projections",)],
-    "generation": [("generation-time", "generation-memory")],
-    "spectrum": [("spectrum", "rank")],
-}
 
 
 def _read(name: str) -> str:
@@ -77,17 +37,41 @@ def _figure(figure: Figure) -> str:
     )
 
 
-def _section(name: str, figures: Mapping[str, Figure], before: str = "", after: str = "") -> str:
-    title, intro = _TITLES[name]
+def _section(section: Section, notebook: Notebook, settings: Settings, figures: Rows) -> str:
     drawn = []
-    for row in _PAIRS.get(name, []):
-        present = [_figure(figures[each]) for each in row if each in figures]
+    for row in figures:
+        present = [_figure(figure) for figure in row if figure.lines]
         if present:
             drawn.append(f'<div class="pair">{"".join(present)}</div>' if len(row) > 1 else present[0])
+    before, after = section.before(notebook, settings), section.after(notebook, settings)
     if not (drawn or before or after):
         return ""
-    words = f'<p class="intro">{intro}</p>' if intro else ""
-    return f'<section id="{name}"><h2>{title}</h2>{words}{before}{"".join(drawn)}{after}</section>'
+    words = f'<p class="intro">{section.intro}</p>' if section.intro else ""
+    return f'<section id="{section.name}"><h2>{section.title}</h2>{words}{before}{"".join(drawn)}{after}</section>'
+
+
+def _missing(notebook: Notebook) -> str:
+    """What was not measured, and why."""
+    skipped, failed = list(notebook.skipped.values()), notebook.failures
+    if not skipped and not failed:
+        return ""
+    count = f"{notebook.cells_measured} of {notebook.cells_total} cells were measured"
+    interrupted = any("interrupted" in item["reason"] for item in skipped)
+    title = f"This report was interrupted: {count}" if interrupted else count
+    if failed:
+        title += f", {len(failed)} failed"
+    lines = []
+    for reason, by_section in notebook.reasons.items():
+        cells = "".join(
+            f"<li><b>{html.escape(section)}</b>: {html.escape('; '.join(names))}</li>"
+            for section, names in by_section.items()
+        )
+        lines.append(f"<li>{html.escape(reason)}:<ul>{cells}</ul></li>")
+    lines += [f"<li><b>{c['section']}</b>: {html.escape(c['label'])}: {html.escape(c['reason'])}</li>" for c in failed]
+    return (
+        f'<div class="warning" id="missing"><b>{title}.</b> Run the same command with <code>--resume</code> to add '
+        f'the rest.<details><summary>which</summary><ul class="missing">{"".join(lines)}</ul></details></div>'
+    )
 
 
 def _cards(found: Mapping[str, Any], settings: Settings) -> str:
@@ -96,17 +80,19 @@ def _cards(found: Mapping[str, Any], settings: Settings) -> str:
     name = star(settings)
     crossing = found["crossovers"].get("forward, full", {}).get(name)
     if crossing is not None:
-        words = tables.crossing(crossing, found["shortest"])
+        words = crossing_words(crossing, found["shortest"])
         cards.append((f"tokens from which {name} is faster than softmax", words))
     training = found["crossovers"].get("forward + backward, full", {}).get(name)
     if training is not None:
-        cards.append(("the same with the backward pass", tables.crossing(training, found["shortest"])))
+        cards.append(("the same with the backward pass", crossing_words(training, found["shortest"])))
     gain = found["gains"].get("forward, full", {}).get(name)
     if gain is not None:
-        cards.append((f"times softmax’s speed at {gain['length']:,} tokens", f"{tables.times(gain['gain'])}×"))
-    decode = found["generation"].get(name)
+        cards.append((f"times softmax’s speed at {gain['length']:,} tokens", f"{times(gain['gain'])}×"))
+    decode = found["generation"].get("performer")
     if decode is not None:
-        cards.append(("per generated token and layer, at any context", milliseconds(decode["us_per_token"] / 1e3)))
+        cards.append(
+            ("per generated token and layer with performer, at any context", milliseconds(decode["us_per_token"] / 1e3))
+        )
     if found["gemm_gflops"] and len(cards) < 4:
         cards.append(("matrix-product limit of this machine", f"{found['gemm_gflops']:.0f} GFLOP/s"))
     return "".join(f"<div><dt>{html.escape(words)}</dt><dd>{html.escape(value)}</dd></div>" for words, value in cards)
@@ -116,13 +102,13 @@ def page(
     notebook: Notebook,
     settings: Settings,
     found: dict[str, Any],
-    figures: Sequence[Figure],
+    shown: Sequence[tuple[Section, Rows]],
     pictures: Sequence[str] = (),
 ) -> str:
-    """The whole page as text; `pictures` are the names of the picture files beside it."""
+    """The whole page as text: sections with their figures; `pictures` are the names of the picture files beside it."""
     from plotly.offline import get_plotlyjs
 
-    by_id = {figure.id: figure for figure in figures}
+    figures = [figure for _, rows in shown for row in rows for figure in row if figure.lines]
     lead, *more = headline(found, settings)
     keys = dict.fromkeys([*settings.names, NO_ATTENTION, *(line.key for figure in figures for line in figure.lines)])
     data = {
@@ -130,21 +116,13 @@ def page(
         "styles": {key: style_of(key) for key in keys},
         "figures": [figure.as_dict() for figure in figures],
     }
-    published_text = f'<div class="prose"><p>{published.PARAGRAPH}</p></div>' if "published" in by_id else ""
-    missing = tables.missing(notebook)
+    missing, busy = _missing(notebook), sentence(notebook.load)
     interrupted = any("interrupted" in item["reason"] for item in notebook.skipped.values())
     main = "".join(
         [
+            f'<div class="warning" id="busy">{html.escape(busy)}</div>' if busy else "",
             missing if interrupted else "",
-            _section("use", by_id, before=tables.recommendations(found, settings)),
-            _section("model", by_id, after=tables.model_layers(notebook)),
-            _section("speed", by_id, after=tables.crossovers(found, settings)),
-            _section("error", by_id),
-            _section("published", by_id, before=published_text),
-            _section("projections", by_id),
-            _section("generation", by_id),
-            _section("spectrum", by_id),
-            _section("machine", by_id, before=tables.machine(notebook, settings, found)),
+            *(_section(section, notebook, settings, rows) for section, rows in shown),
             "" if interrupted else missing,
         ]
     )

@@ -39,6 +39,18 @@ def _curve(axes: Any, line: Line, points: bool) -> Any:
     return drawn
 
 
+def _number(axes: Any) -> None:
+    """Numbers on a logarithmic axis that spans less than two powers of ten, which would have one or none."""
+    low, high = axes.get_ylim()
+    if low > 0 and high / low < 160:
+        first = math.floor(math.log10(low))
+        every = [step * 10.0**power for power in range(first, first + 4) for step in (1, 2, 5)]
+        shown = [y for y in every if low <= y <= high]
+        if len(shown) < 2:
+            shown = [low * (high / low) ** (i / 3) for i in range(4)]
+        axes.set_yticks(shown, [f"{y:.3g}" for y in shown])
+
+
 def _panels(figure: Figure) -> list[tuple[str, dict[str, str]]]:
     if not figure.selectors:
         return [("", {})]
@@ -86,6 +98,8 @@ def draw_pictures(figures: Sequence[Figure], folder: Path) -> list[str]:
                         shown, [f"{x / 1024:g}k" if x >= 1024 and x % 1024 == 0 else f"{x:g}" for x in shown]
                     )
                 axes.minorticks_off()  # they take most of the time of drawing a logarithmic axis
+                if figure.y_log:
+                    _number(axes)
                 axes.set_title(words, fontsize=9)
                 axes.set_xlabel(figure.x_title)
                 axes.set_ylabel(figure.y_titles.get(choice.get("show", ""), figure.y_title))

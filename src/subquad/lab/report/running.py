@@ -1,4 +1,9 @@
-"""Who measures when: sections take turns, each within its share of the time and of the memory there is."""
+"""Who measures when: cells in the order of their worth, each with as much effort as the time that is left allows.
+
+Every job says what it takes on two quiet cores. Its worth decides the order: what a recommendation needs, then speed
+and generation, then errors, then the rest. How much slower this machine is right now is seen from the jobs that have
+run; where the rest would not fit, all of it shrinks (fewer rounds, fewer draws) before anything is left out.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +17,57 @@ from subquad.plain_text import first_line
 
 from .notebook import Notebook
 
-__all__ = ["Clock", "Job", "Section", "measure", "too_long"]
+__all__ = ["ERRORS", "FIRST", "REST", "SPEED", "Clock", "Job", "measure", "too_long"]
 
 # Estimates are rough, and a machine that swaps measures nothing.
 MEMORY_SHARE = 0.6
+FIRST, SPEED, ERRORS, REST = range(4)  # worth
+LEAST_EFFORT = 0.2
+# What a job of this effort takes, relative to a whole one: some of it (inputs, exact rows, one round) never shrinks.
+FIXED = 0.4
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How long the section may still take."""
+    """How long a job may take.
 
-    deadline: float
+    effort: of 0 to 1: how much of what it would do on a quiet machine fits
+    seconds: that are meant for it
+    """
 
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
+    effort: float = 1.0
+    seconds: float = float("inf")
+
+    def rounds(self, count: int, least: int = 1) -> int:
+        """As many of `count` rounds or draws as fit.
+
+        >>> Clock(0.5).rounds(4), Clock(0.1).rounds(4, least=2), Clock().rounds(4)
+        (2, 2, 4)
+        """
+        return max(least, min(count, round(self.effort * count)))
 
 
 @dataclass(frozen=True)
 class Job:
     """One cell to be measured.
 
-    asked:  everything the result depends on; the cell is found again by it
-    run:    the measurement, given the clock of its section
-    memory: bytes it will need, roughly
-    first:  runs even when the time of the section is used up: without it there is nothing to show
+    asked:   everything the result depends on; the cell is found again by it
+    run:     the measurement, given its clock
+    quiet:   seconds that it takes on two quiet cores, roughly
+    worth:   FIRST, SPEED, ERRORS or REST
+    memory:  bytes it will need, roughly
+    first:   runs even when the time is used up: without it there is nothing to show
+    cells:   how many numbers of the page it stands for
     """
 
     label: str
     asked: Mapping[str, Any]
     run: Callable[[Clock], Mapping[str, Any]]
+    quiet: float = 0.1
+    worth: int = REST
     memory: int = 0
     first: bool = False
-
-
-@dataclass(frozen=True)
-class Section:
-    """Jobs and their share of the whole time."""
-
-    name: str
-    share: float
-    jobs: Sequence[Job]
+    cells: int = 1
 
 
 def too_long(seconds: float) -> str:
@@ -69,76 +83,105 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _reason(job: Job, clock: Clock, seconds: float) -> str | None:
-    """Why the job is not run now, or None."""
-    free = available_memory()
-    if free is not None and job.memory > MEMORY_SHARE * free:
-        return f"needs about {_gib(job.memory)}, {_gib(free)} of memory are free"
-    if clock.left <= 0 and not job.first:
-        return f"the section's share of the {seconds:.0f} s was used up; --resume or --seconds gives it more"
-    return None
+class _Budget:
+    """The time that is left, and how much slower than two quiet cores this machine is."""
+
+    def __init__(self, seconds: float, waiting: float) -> None:
+        self.seconds, self.deadline, self.waiting = seconds, time.monotonic() + seconds, waiting
+        self.spent, self.expected = 0.5, 0.5  # starts at 1 and learns
+
+    @property
+    def pace(self) -> float:
+        """Seconds here per second of two quiet cores."""
+        return max(0.2, self.spent / self.expected)
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def clock(self, job: Job) -> Clock:
+        share = self.left / max(1e-9, self.waiting * self.pace)
+        effort = min(1.0, max(LEAST_EFFORT, (share - FIXED) / (1 - FIXED)))
+        return Clock(effort, max(0.05, share * job.quiet * self.pace))
+
+    def done(self, job: Job, clock: Clock, seconds: float) -> None:
+        self.spent += seconds
+        self.expected += job.quiet * (FIXED + (1 - FIXED) * clock.effort)
+
+    def refuses(self, job: Job) -> str | None:
+        """Why this job is left out, or None."""
+        free = available_memory()
+        if free is not None and job.memory > MEMORY_SHARE * free:
+            return f"needs about {_gib(job.memory)}, {_gib(free)} of memory are free"
+        need = job.quiet * self.pace * (FIXED + (1 - FIXED) * LEAST_EFFORT)
+        if not job.first and (self.left <= 0 or need > max(self.left, 0.0) + 0.02 * self.seconds):
+            return f"the {self.seconds:.0f} s were used up; --resume fills it in, --seconds gives more"
+        return None
 
 
 def measure(
-    sections: Sequence[Section],
+    sections: Sequence[tuple[str, Sequence[Job]]],
     notebook: Notebook,
     seconds: float,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> bool:
-    """Run every job that is not in the notebook yet; False if Ctrl-C ended it.
-
-    Deadlines add up: a section that needs less leaves its time to the next ones, and one that overran takes from them.
-    """
-    total = sum(len(section.jobs) for section in sections)
-    whole = sum(section.share for section in sections)
-    deadline, done = time.monotonic(), 0
+    """Run every job of every (section, jobs) that is not in the notebook yet; False if Ctrl-C ended it."""
+    jobs = [(name, job) for name, every in sections for job in every]
+    total = len(jobs)
     notebook.skipped.clear()
-    notebook.show_only((section.name, job.asked) for section in sections for job in section.jobs)
+    notebook.show_only((name, job.asked, job.cells) for name, job in jobs)
+    waiting = [(name, job) for name, job in jobs if _incomplete(notebook.find(name, job.asked))]
+    told = on_step or (lambda *_: None)
+    done = 0
+    for name, job in jobs:
+        if (name, job) not in waiting:
+            done += 1
+            told(f"{name}: {job.label}: kept", done, total)
+    budget = _Budget(seconds, sum(job.quiet for _, job in waiting))
+    skipped: dict[tuple[str, str], list[str]] = {}
     try:
-        for section in sections:
-            deadline += seconds * section.share / whole
-            clock = Clock(deadline)
-            skipped: dict[str, list[str]] = {}
-            for job in section.jobs:
-                done += 1
-                line = f"{section.name}: {job.label}"
-                known = notebook.find(section.name, job.asked)
-                if known is None or _left_out(known):
-                    reason = _reason(job, clock, seconds)
-                    if reason is None:
-                        start = time.perf_counter()
-                        _run(section.name, job, clock, notebook, start)
-                        line += f" ({time.perf_counter() - start:.1f} s)"
-                    else:
-                        notebook.skip(section.name, job.label, reason)
-                        skipped.setdefault(reason, []).append(job.label)
-                        continue
-                else:
-                    line += ": kept"
-                if on_step:
-                    on_step(line, done, total)
-            if on_step:  # a reason is said once, however many cells it holds for
-                for reason, labels in skipped.items():
-                    on_step(f"{section.name}: skipped, {reason}: {'; '.join(labels)}", done, total)
+        for name, job in sorted(waiting, key=_turn):
+            done += 1
+            reason = budget.refuses(job)
+            if reason is not None:
+                budget.waiting -= job.quiet
+                notebook.skip(name, job.label, reason, job.cells)
+                skipped.setdefault((name, reason), []).append(job.label)
+                continue
+            clock, start = budget.clock(job), time.perf_counter()
+            _run(name, job, clock, notebook, start)
+            took = time.perf_counter() - start
+            budget.waiting -= job.quiet
+            budget.done(job, clock, took)
+            told(f"{name}: {job.label} ({took:.1f} s)", done, total)
+        for (name, reason), labels in skipped.items():  # a reason is said once, however many cells it holds for
+            told(f"{name}: skipped, {reason}: {'; '.join(labels)}", total, total)
     except KeyboardInterrupt:
-        for section in sections:
-            for job in section.jobs:
-                missing = notebook.find(section.name, job.asked) is None
-                if missing and f"{section.name}: {job.label}" not in notebook.skipped:
-                    notebook.skip(section.name, job.label, "interrupted before it was measured")
+        for name, job in waiting:
+            if notebook.find(name, job.asked) is None and f"{name}: {job.label}" not in notebook.skipped:
+                notebook.skip(name, job.label, "interrupted before it was measured", job.cells)
         return False
     finally:
-        for section in sections:
-            for job in section.jobs:
-                for name, reason in _left_out(notebook.find(section.name, job.asked) or {}).items():
-                    notebook.skip(section.name, f"{job.label}, {name}", reason)
+        for name, job in jobs:
+            for mechanism, reason in _left_out(notebook.find(name, job.asked) or {}).items():
+                notebook.skip(name, f"{job.label}, {mechanism}", reason)
     return True
+
+
+def _turn(each: tuple[str, Job]) -> tuple[int, bool]:
+    """What a recommendation needs, then the least that every section has to show, then the rest by its worth."""
+    job = each[1]
+    return (FIRST if job.first else job.worth, job.worth != FIRST)
 
 
 def _left_out(result: Mapping[str, Any]) -> dict[str, str]:
     """Mechanisms that a cell left out for want of time, with the reason; such a cell is measured again on resume."""
     every: Mapping[str, Any] = result.get("mechanisms", {})
     return {name: cell["reason"] for name, cell in every.items() if cell["status"] == "skipped"}
+
+
+def _incomplete(result: Mapping[str, Any] | None) -> bool:
+    return result is None or bool(_left_out(result))
 
 
 def _run(section: str, job: Job, clock: Clock, notebook: Notebook, start: float) -> None:

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import subquad
 from subquad import checks
+from subquad.lab.memory import NO_ATTENTION
 
-__all__ = ["NO_ATTENTION", "Settings", "quick"]
-
-NO_ATTENTION = "no attention"
-
-# Parts of the time by section, from what each takes on two quiet cores. The quick ones are no fraction of the others:
-# some measurements (the matrix product, the published setting, a process per mechanism) cost the same in both.
-SHARES = {"machine": 1.0, "speed": 76.0, "error": 32.0, "published": 2.0, "projections": 13.0, "generation": 6.0,
-          "spectrum": 3.0, "recommendation": 11.0, "memory": 16.0}  # fmt: skip
-QUICK_SHARES = {"machine": 1.4, "speed": 12.5, "error": 6.5, "published": 2.2, "projections": 2.6, "generation": 2.0,
-                "spectrum": 0.8, "recommendation": 9.0, "memory": 5.0}  # fmt: skip
+__all__ = ["NO_ATTENTION", "Settings", "full", "quick"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """The whole question. The defaults take at most three minutes on two quiet cores.
 
-    seconds:          for all measurements together; each section has a share, and what one leaves the next may use
+    seconds:          for all measurements; what matters most comes first, and all shrinks before any is dropped
     lengths:          tokens, for speed, memory, projections and recommendations
     longest_training: forward + backward is not measured beyond this length, it costs four times as much
     mechanisms:       names beside softmax; None = all
     runs:             interleaved rounds per timing
     error_*:          of the curves of error against number of features
-    recommend_steps:  numbers of random features that a recommendation chooses from
-    shares:           parts of the time by section
+    shipped_step:     1 = all heads that the library ships, 2 = every other one
+    recommend_steps:  settings of each of the planner's rows that a recommendation chooses from
     """
 
     seconds: float = 154.0
@@ -43,21 +34,23 @@ class Settings:
     mechanisms: tuple[str, ...] | None = None
     heads: int = 4
     head_dim: int = 64
-    runs: int = 4
+    runs: int = 3
     memory_lengths: tuple[int, ...] = (1024, 4096, 16384)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384, 65536)
     error_features: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
     error_draws: int = 3
     error_data: tuple[str, ...] | None = None
     published_features: tuple[int, ...] = (16, 32, 64, 128, 256, 592)
+    published_draws: int = 4
     projection_features: int = 300
     projection_dims: tuple[int, ...] = (16, 64, 128)
     spectrum_lengths: tuple[int, ...] = (128, 256, 512, 1024)
-    recommend_steps: tuple[int, ...] = (64, 256, 1024)
+    recommend_steps: int = 3
     recommend_tokens: int = 2048
+    recommend_draws: int = 2
+    shipped_step: int = 1
     budgets: tuple[float, ...] = (0.01, 0.05, 0.2)
     seed: int = 0
-    shares: Mapping[str, float] = field(default_factory=lambda: dict(SHARES))
 
     def __post_init__(self) -> None:
         for name in ("lengths", "memory_lengths", "contexts", "error_features", "spectrum_lengths"):
@@ -88,7 +81,7 @@ class Settings:
 def quick(settings: Settings) -> Settings:
     """The same report from fewer lengths, draws and inputs: about half a minute.
 
-    >>> quick(Settings()).seconds < Settings().seconds
+    >>> quick(Settings()).seconds < Settings().seconds < full(Settings()).seconds
     True
     """
     longest = max(settings.lengths)
@@ -104,9 +97,28 @@ def quick(settings: Settings) -> Settings:
         error_draws=2,
         error_data=("d64-0.5", "d64-1", "d16-1.5", "d64-sharp"),
         published_features=(16, 64, 256, 592),
+        published_draws=2,
         projection_dims=(16, 64),
         spectrum_lengths=(128, 512),
-        recommend_steps=(64, 256),
+        recommend_steps=2,
         recommend_tokens=1024,
-        shares=dict(QUICK_SHARES),
+        recommend_draws=1,
+        shipped_step=3,
+    )
+
+
+def full(settings: Settings) -> Settings:
+    """The same report with more draws, settings and lengths: about a quarter of an hour."""
+    return dataclasses.replace(
+        settings,
+        seconds=max(settings.seconds, 900.0),
+        longest_training=max(settings.longest_training, 16384),
+        runs=8,
+        error_draws=10,
+        published_features=(16, 32, 64, 128, 256, 592, 1024, 2048),
+        published_draws=20,
+        spectrum_lengths=(*settings.spectrum_lengths, 2048),
+        recommend_steps=6,
+        recommend_tokens=4096,
+        recommend_draws=4,
     )

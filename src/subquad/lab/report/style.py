@@ -1,6 +1,6 @@
 """One colour per mechanism everywhere, told apart without red and green: Okabe and Ito's palette, then Tol's.
 
-Fifteen mechanisms are more than any palette can keep apart, so relatives share a hue and differ in dash and marker.
+Sixteen mechanisms are more than any palette can keep apart, so relatives share a hue and differ in dash and marker.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ Style = tuple[str, str, str, str]
 
 STYLES: dict[str, Style] = {
     "softmax": ("#1b1d22", "#f2f2ee", "solid", "circle"),
+    "multipole": ("#009e73", "#2fd1a2", "solid", "circle"),
     "performer": ("#d55e00", "#ff8a3c", "solid", "circle"),
     "taylor": ("#0072b2", "#58b3ee", "solid", "square"),
-    "linear": ("#009e73", "#2fd1a2", "solid", "diamond"),
+    "linear": ("#009e73", "#2fd1a2", "dash", "diamond-open"),
     "hedgehog": ("#009e73", "#2fd1a2", "dash", "diamond-open"),
     "efficient": ("#56b4e9", "#9ad6ff", "solid", "triangle-up"),
     "separable-linformer": ("#56b4e9", "#9ad6ff", "dash", "triangle-up-open"),
@@ -51,7 +52,7 @@ STYLES: dict[str, Style] = {
     # kinds of input
     "flat": ("#56b4e9", "#9ad6ff", "solid", "circle"),
     "unit": ("#0072b2", "#58b3ee", "solid", "square"),
-    "sharp": ("#d55e00", "#ff8a3c", "solid", "diamond"),
+    "real": ("#d55e00", "#ff8a3c", "solid", "diamond"),
     "low-rank": ("#cc79a7", "#f0a3cb", "solid", "triangle-up"),
     "nearby": ("#009e73", "#2fd1a2", "solid", "star"),
     # the published experiment

@@ -8,12 +8,13 @@ from typing import Any
 
 from subquad.plain_text import aligned
 
-from . import memory, speed
-from .figures import milliseconds
-from .findings import headline, tokens
-from .inputs import KINDS
+from .findings import headline
+from .kinds import KINDS
+from .load import sentence
 from .notebook import Notebook
+from .sections import memory, speed, use
 from .settings import NO_ATTENTION, Settings
+from .words import milliseconds, tokens
 
 __all__ = ["terminal_table"]
 
@@ -26,6 +27,8 @@ def _longest(notebook: Notebook, names: Sequence[str], kind: str, causal: bool) 
 def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]) -> str:
     """Times at the longest length, crossovers and memory; then the recommendation for each kind of input."""
     blocks = [" ".join(headline(found, settings))]
+    if busy := sentence(notebook.load):
+        blocks.append(busy)
     forms = [("forward, full", "forward", False), ("forward + backward, full", "training", False)]
     header, columns = ["mechanism"], []
     for words, kind, causal in forms:
@@ -50,18 +53,15 @@ def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]
         rows.append(row)
     blocks.append("\n".join(aligned(rows)))
     recommended = found["recommendations"]
-    for kind in dict.fromkeys(row["kind"] for row in recommended):
+    for kind, words in KINDS.items():
         mine = {(row["length"], row["budget"]): row for row in recommended if row["kind"] == kind}
-        budgets = sorted({budget for _, budget in mine})
-        lines = [["tokens", *(f"error <= {budget:g}" for budget in budgets)]]
-        for length in sorted({length for length, _ in mine}):
-            cells = [mine.get((length, budget)) for budget in budgets]
-            lines.append([str(length), *(
-                "-" if cell is None else "softmax" if cell["mechanism"] == "softmax"
-                else f"{cell['label']} ({cell['gain']:.1f}x)" for cell in cells)])  # fmt: skip
-        blocks.append("\n".join([f"What to use, {KINDS[kind]}:", *aligned(lines)]))
+        lines = [["tokens", *(f"error <= {budget:g}" for budget in settings.budgets)]]
+        for length in settings.lengths:
+            cells = [mine.get((length, budget)) for budget in settings.budgets]
+            lines.append([str(length), *("-" if cell is None else use.in_words(cell) for cell in cells)])
+        blocks.append("\n".join([f"What to use, {words}:", *aligned(lines)]))
     if notebook.skipped:
-        said = [f"Not measured ({len(notebook.skipped)}):"]
+        said = [f"Not measured ({notebook.cells_total - notebook.cells_measured} of {notebook.cells_total} cells):"]
         for reason, by_section in notebook.reasons.items():
             said.append(f"  {reason}:")
             for section, names in by_section.items():

@@ -6,29 +6,26 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from subquad.files import check_writable, write_text
 
-from . import error, generation, machine, memory, model, projections, published, recommendation, spectrum, speed
-from .figure import Figure
-from .figures import generation_figures, memory_figure, speed_figure
 from .findings import findings
+from .load import Watch, free_threads, others
 from .notebook import Notebook
 from .page import page
 from .pictures import draw_pictures
-from .running import Section, measure
+from .running import measure
+from .sections import sections
+from .sections.machine import describe
+from .sections.model import Captured, shipped
 from .settings import Settings
-from .study_figures import error_figures, projection_figure, published_figure, spectrum_figures, tradeoff_figure
 from .table import terminal_table
 
-__all__ = ["Outcome", "all_figures", "report", "sections"]
+__all__ = ["Outcome", "report"]
 
-# Memory comes last: its longest length can be missed most easily, since it grows in a straight line.
-_SECTIONS: tuple[Any, ...] = (
-    machine, speed, error, published, projections, generation, spectrum, recommendation, memory
-)  # fmt: skip
-_MODEL_SHARE = 0.375  # of all the others together, on top of them, in a longer report
+_MODEL_SECONDS = 4.0  # per layer of the user's own model, on top
 
 
 @dataclass(frozen=True)
@@ -47,60 +44,51 @@ class Outcome:
         return bool(self.notebook.failures)
 
 
-def sections(settings: Settings, notebook: Notebook, seen: model.Captured | None = None) -> list[Section]:
-    """Everything there is to measure, the user's model first: it is what they asked about."""
-    found = [Section(each.NAME, settings.shares[each.NAME], each.jobs(settings, notebook)) for each in _SECTIONS]
-    if seen is not None:
-        share = _MODEL_SHARE * sum(settings.shares.values())
-        found.insert(1, Section(model.NAME, share, model.jobs(settings, notebook, seen)))
-    return found
-
-
-def all_figures(notebook: Notebook, settings: Settings) -> list[Figure]:
-    """Every figure, also those that nothing was measured for."""
-    layers = model.model_figure(notebook)
-    return [
-        tradeoff_figure(notebook, settings),
-        *([] if layers is None else [layers]),
-        speed_figure(notebook, settings),
-        memory_figure(notebook, settings),
-        *error_figures(notebook, settings),
-        published_figure(notebook, settings),
-        projection_figure(notebook, settings),
-        *generation_figures(notebook, settings),
-        *spectrum_figures(notebook),
-    ]
-
-
 def report(
     out: str | os.PathLike[str] = "results/report",
     settings: Settings | None = None,
     *,
     resume: bool = False,
-    seen: model.Captured | None = None,
+    seen: Captured | None = None,
     pictures: bool = True,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Outcome:
     """Measure what `settings` ask for and write `index.html`, `report.json` and the pictures into `out`.
 
     Every cell is in the JSON file as soon as it is measured. Ctrl-C ends the measuring; the page is written all the
-    same and says what is missing. With `resume` the cells of an earlier run in the same folder are kept. `seen` is
-    what the layers of a model saw (`captured`), for the section about it. Without `pictures` no PNG and SVG files are
-    drawn.
+    same and says what is missing. With `resume` the cells of an earlier run in the same folder are kept, and the
+    threads that it used. `seen` is what the layers of a model saw (`captured`), for the section about it; without it
+    these are the heads that the library ships. Without `pictures` no PNG and SVG files are drawn.
+
+    Where other processes take a part of the cores, fewer threads are used and the report says so (`load.py`).
     """
     settings = settings or Settings()
     folder = Path(out)
     check_writable("--out", folder, folder=True)
-    path, where = folder / "report.json", machine.describe()
-    notebook = (Notebook.resume if resume else Notebook)(path, where, settings.as_dict())
-    seconds = settings.seconds * (1.0 if seen is None else 1.0 + _MODEL_SHARE)
-    done = measure(sections(settings, notebook, seen), notebook, seconds, on_step)
+    path = folder / "report.json"
+    usual, cores = torch.get_num_threads(), os.cpu_count() or 1
+    taken = others()
+    kept = Notebook.stored_threads(path) if resume else None
+    threads = free_threads(taken, usual, cores) if kept is None else min(kept, max(usual, cores))
+    torch.set_num_threads(threads)
+    try:
+        notebook = (Notebook.resume if resume else Notebook)(path, describe(), settings.as_dict())
+        parts = sections(seen or shipped())
+        seconds = settings.seconds + (0.0 if seen is None else _MODEL_SECONDS * len(seen.layers))
+        watch = Watch()
+        done = measure([(part.name, part.jobs(settings, notebook)) for part in parts], notebook, seconds, on_step)
+        notebook.load = {
+            "others": watch.others, "others_at_start": taken, "cores": cores, "threads": threads,
+            "usual_threads": usual,
+        }  # fmt: skip
+    finally:
+        torch.set_num_threads(usual)
     notebook.complete = done and not notebook.skipped
     found = findings(notebook, settings)
     notebook.summary = found
     notebook.save()
-    figures = all_figures(notebook, settings)
-    names = draw_pictures(figures, folder) if pictures else []
-    write_text(folder / "index.html", page(notebook, settings, found, figures, names))
+    shown = [(part, part.figures(notebook, settings)) for part in parts]
+    names = draw_pictures([figure for _, rows in shown for row in rows for figure in row], folder) if pictures else []
+    write_text(folder / "index.html", page(notebook, settings, found, shown, names))
     table = terminal_table(notebook, settings, found)
     return Outcome(notebook, folder / "index.html", path, table, interrupted=not done)

@@ -1,0 +1,325 @@
+"""The sources' experiments at a size that shows something: a queue of training runs that can be stopped at any time.
+
+    python benchmarks/experiments.py list             every run in its order, its limit, and how far it is
+    python benchmarks/experiments.py try --steps 3    each for a few steps, in a folder of its own: does it work?
+    python benchmarks/experiments.py run              the queue: one run at a time, in the background of other work
+    python benchmarks/experiments.py time             seconds per step of each, on a quiet machine, for time axes
+    python benchmarks/experiments.py pages            results and pages of what is there
+
+Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
+after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
+meanwhile; that is why time axes are steps times the seconds that `time` measured apart. `--only` and `--rows` pick
+experiments and rows by name, `--hours` ends the queue after so long. Data lie below `--data`
+(benchmarks/tasks_data.py gets them).
+
+Below `--out` (default results/experiments) every experiment has a folder with its runs, `results.json` (commands,
+seeds, curves, dates, machine) and a page, `index.html`.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from experiments_baselines import baselines
+from experiments_jobs import Experiment, Job
+from experiments_list import EXPERIMENTS
+
+import subquad as sq
+from subquad.lab import interleave, machine, write_json
+from subquad.lab.measure import CLOCKS
+from subquad.train import Run
+from subquad.train.collection import collect, comparison_table
+from subquad.train.curves import draw_page
+from subquad.train.data import batches
+from subquad.train.optimizers import make_optimizer
+
+DONE = ("finished", "stopped", "diverged")
+
+
+def status(folder: Path) -> str:
+    """How far a run is: new, begun, or what its result says."""
+    if not (folder / "run.json").is_file():
+        return "new"
+    path = folder / "result.json"
+    found: str = json.loads(path.read_text(encoding="utf-8"))["status"] if path.is_file() else "begun"
+    return found if found in DONE else "begun"
+
+
+def missing(job: Job, args: argparse.Namespace) -> str | None:
+    """Why a run cannot be started now."""
+    names = [name for name in job.mechanism_names() if name not in (*sq.list_mechanisms(), "bilstm")]
+    if names:
+        return f"no mechanism {names[0]}"
+    if job.data is not None and not (args.data / job.data).exists():
+        return f"no {args.data / job.data}"
+    if job.start is not None and status(args.out / job.start) not in DONE:
+        return f"{job.start} is not trained yet"
+    return None
+
+
+def command(job: Job, args: argparse.Namespace, folder: Path, steps: int | None = None) -> list[str]:
+    """What starts or continues a run: `subquad train`, without the need for it to be on the path."""
+    if status(folder) == "begun":
+        return [*_program(), "--resume", "--out", str(folder), *_running(job)]
+    data = [] if job.data is None else ["--data", str(args.data / job.data)]
+    start = [] if job.start is None else ["--from", str(args.out / job.start)]
+    few: list[str] = []
+    if steps is not None:  # without the samples of a finished run, which may take longer than all of it
+        few = [
+            "--steps",
+            str(steps),
+            "--valid-examples",
+            "2",
+            *(["--set", "samples=0"] if job.task == "images" else []),
+        ]
+    return [*_program(), job.task, "--mechanism", job.mechanism, *data, *start, *job.options, *few,
+            "--seed", str(job.seed), "--out", str(folder), *_running(job)]  # fmt: skip
+
+
+def _program() -> list[str]:
+    return [sys.executable, "-m", "subquad.cli.train"]
+
+
+def _running(job: Job) -> list[str]:
+    return ["--hours", f"{job.hours:g}", "--save-every", "50", "--log-every", "10", "--keep", "1", "--no-tensorboard",
+            "--cpu"]  # fmt: skip
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+
+
+def chosen(args: argparse.Namespace) -> list[Experiment]:
+    known = [one.name for one in EXPERIMENTS]
+    unknown = sorted(set(args.only or ()) - set(known))
+    if unknown:
+        raise SystemExit(f"--only {unknown[0]}: no such experiment; there are {', '.join(known)}")
+    return [one for one in EXPERIMENTS if not args.only or one.name in args.only]
+
+
+def queue(args: argparse.Namespace) -> list[Job]:
+    """All runs in their order: the first seed of every experiment before the second of any, slow rows later."""
+    jobs = (job for one in chosen(args) for job in one.jobs() if not args.rows or job.label in args.rows)
+    return sorted(jobs, key=lambda job: job.turn)
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def show(args: argparse.Namespace) -> None:
+    """One line per run; the hours are limits, most end before."""
+    for job in queue(args):
+        state = status(args.out / job.folder)
+        reason = missing(job, args) if state == "new" else None
+        print(f"{job.folder:60} {job.hours:5.2f} h  {state}{f' ({reason})' if reason else ''}")
+
+
+def attempt(args: argparse.Namespace) -> None:
+    """Every run of the first seed for a few steps; what fails is said and does not end the others."""
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for job in queue(args):
+            folder = Path(scratch) / job.folder
+            if job.seed:
+                continue
+            reason = missing(replace(job, start=None), args)
+            if reason is None and job.start is not None:
+                source = Path(scratch) / job.start
+                reason = None if source.is_dir() else f"{job.start} was not tried, or failed"
+            if reason is not None:
+                print(f"{job.folder:60} not tried: {reason}", flush=True)
+                continue
+            where = argparse.Namespace(**{**vars(args), "out": Path(scratch)})
+            line = [*command(job, where, folder, args.steps), "--save-every", str(args.steps)]
+            done = subprocess.run(line, env=environment(args), capture_output=True, text=True, check=False)
+            if done.returncode:
+                failed.append(job.folder)
+                print(f"{job.folder:60} FAILED\n  {shlex.join(line)}\n{done.stderr}", flush=True)
+                continue
+            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+            pace = result["training_seconds"] / result["step"]
+            whole = Run.read(folder).settings.steps if args.steps is None else job.steps
+            print(
+                f"{job.folder:60} {pace:7.2f} s/step  {result['parameters']:>9,} parameters, "
+                f"{pace * whole / 3600:.2f} h for {whole} steps",
+                flush=True,
+            )
+            if not any(other.start == job.folder for other in queue(args)):
+                shutil.rmtree(folder)
+    if failed:
+        raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Until nothing is left, the hours are over, or Ctrl-C; a run that fails is said and left out."""
+    began, failed = time.monotonic(), set()
+    while True:
+        waiting = [
+            job
+            for job in queue(args)
+            if status(args.out / job.folder) not in DONE and job.folder not in failed and missing(job, args) is None
+        ]
+        if not waiting or (args.hours is not None and time.monotonic() - began > 3600 * args.hours):
+            break
+        job = waiting[0]
+        folder = args.out / job.folder
+        line = command(job, args, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        note(args, job, line)
+        print(f"{datetime.now():%H:%M} {len(waiting)} left: {shlex.join(line)}", flush=True)
+        code = started(line, args, folder.parent / f"{folder.name}.log")
+        if code == 130:
+            print("interrupted; the same command goes on", flush=True)
+            return
+        if code and status(folder) not in DONE:
+            failed.add(job.folder)
+            print(f"{job.folder} failed with status {code}; see {folder.parent / folder.name}.log", flush=True)
+        pages(argparse.Namespace(**{**vars(args), "only": [job.experiment]}), quiet=True)
+    left = [job.folder for job in queue(args) if status(args.out / job.folder) not in DONE]
+    print(f"not finished: {', '.join(left)}" if left else "everything is finished", flush=True)
+
+
+def started(line: list[str], args: argparse.Namespace, log: Path) -> int:
+    """Run a command with its output in `log`; Ctrl-C and termination reach it and are waited for."""
+    with log.open("a", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            line, env=environment(args), stdout=file, stderr=file, start_new_session=True,
+            preexec_fn=lambda: os.nice(args.nice) and None,
+        )  # fmt: skip
+        stopped = []
+
+        def stop(number: int, frame: object) -> None:
+            stopped.append(number)
+            process.send_signal(signal.SIGINT)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 130 if stopped else code
+
+
+def note(args: argparse.Namespace, job: Job, line: list[str]) -> None:
+    """Keep how and when a run was started, beside its folder: it may be resumed several times."""
+    path = args.out / f"{job.folder}.starts.json"
+    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.is_file() else []
+    starts.append({"command": shlex.join(["subquad", "train", *line[3:]]), "date": _now(), "machine": machine()})
+    write_json(path, {"starts": starts})
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def pages(args: argparse.Namespace, quiet: bool = False) -> None:
+    """results.json and a page per experiment."""
+    path = args.out / "step_seconds.json"
+    paces = json.loads(path.read_text(encoding="utf-8"))["step_seconds"] if path.is_file() else {}
+    for one in chosen(args):
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for job in one.jobs():
+            folder = args.out / job.folder
+            if not (folder / "run.json").is_file():
+                continue
+            (found,) = collect([folder])["runs"].values()
+            kept = args.out / f"{job.folder}.starts.json"
+            starts = json.loads(kept.read_text(encoding="utf-8"))["starts"] if kept.is_file() else []
+            groups.setdefault(job.label, []).append({**found[0], "starts": starts})
+        if not groups:
+            continue
+        whole = collect([runs[0]["folder"] for runs in groups.values()])
+        apart = {label: paces[one.name][label] for label in groups if label in paces.get(one.name, {})}
+        result = {
+            **{name: whole[name] for name in ("task", "metric", "larger_is_better")},
+            "experiment": one.name, "claim": one.claim, "date": _now(), "runs": groups,
+            "step_seconds": apart if len(apart) == len(groups) else {},
+            "baselines": baselines(Run.from_dict(next(iter(groups.values()))[0]["run"])),
+        }  # fmt: skip
+        write_json(args.out / one.name / "results.json", result)
+        draw_page(result, args.out / one.name)
+        if not quiet:
+            print(f"{one.name}: {one.claim}\n{comparison_table(result)}\n", flush=True)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Forward, backward and update of one batch of every run, those of an experiment in turn; best of `--rounds`."""
+    torch.set_num_threads(args.threads)
+    path = args.out / "step_seconds.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["step_seconds"] if path.is_file() else {}
+    for one in chosen(args):
+        calls = {}
+        for job in one.jobs():
+            if job.label not in calls and missing(replace(job, start=None), args) is None:
+                calls[job.label] = stepper(job, args)
+        if calls:
+            timings = interleave(calls, runs=args.rounds, warmup=1, clock=args.clock)
+            found[one.name] = {label: timing.best for label, timing in timings.items()}
+            spreads = ", ".join(f"{label} {t.best:.2f} s (+{t.spread:.0%})" for label, t in timings.items())
+            print(f"{one.name}: {spreads}", flush=True)
+            how = {"threads": args.threads, "clock": args.clock, "machine": machine(), "date": _now()}
+            write_json(path, {"step_seconds": found, **how})
+
+
+def stepper(job: Job, args: argparse.Namespace) -> Any:
+    """A function that takes one training step of a run, always with its first batch."""
+    described = job.run(args.data)
+    task, settings = described.task, described.settings
+    with batches(
+        task, task.examples("train"), seed=0, batch=settings.batch, share=settings.batch // settings.accumulate,
+        accumulate=settings.accumulate, process=0, steps=range(1), workers=0,
+    ) as stream:  # fmt: skip
+        parts = list(stream)
+    torch.manual_seed(0)
+    model = described.build()
+    model.calibrate(parts[0])
+    model.train()
+    optimizer = make_optimizer(model, settings)
+
+    def step() -> None:
+        for part in parts:
+            (model(part)["loss"] / part["weight"].sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+COMMANDS = {"list": show, "try": attempt, "run": run, "time": measure, "pages": pages}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=list(COMMANDS))
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=Path("results/experiments"))
+    parser.add_argument("--only", nargs="+", help="experiments by name")
+    parser.add_argument("--rows", nargs="+", help="rows of them by label")
+    parser.add_argument("--steps", type=int, default=3, help="of try")
+    parser.add_argument("--rounds", type=int, default=5, help="of time")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="of time; cpu where others use the machine"
+    )
+    parser.add_argument("--hours", type=float, help="end the queue after so long (run)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--nice", type=int, default=10)
+    args = parser.parse_args()
+    COMMANDS[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Which runs benchmarks/experiments.py makes, most important first: per experiment a claim, settings, and rows.
+
+A row is a label with a mechanism, and whatever else differs from the other rows. To add a mechanism to an experiment,
+add a row; one whose mechanism is not there is left out until it is. Settings are those of `subquad train`.
+"""
+
+from typing import Any
+
+from experiments_jobs import Experiment, Row
+
+LINEAR_FAR = {"mechanism": "linear"}
+
+
+def performer(count: int, **options: Any) -> dict[str, Any]:
+    return {"mechanism": "performer", "num_features": count, **options}
+
+
+def lsh(rounds: int, size: int = 32) -> dict[str, Any]:
+    return {"mechanism": "lsh", "rounds": rounds, "buckets": size, "bucket_size": size}
+
+
+def multipole(chunk: int, clusters: int, exact: int) -> dict[str, Any]:
+    """Chunks shorter than the sequence: within one everything is exact, and nothing would be approximated."""
+    return {"mechanism": "multipole", "chunk": chunk, "clusters": clusters, "exact_keys": exact}
+
+
+def hybrid(window: int, far: Any) -> dict[str, Any]:
+    return {"mechanism": "hybrid", "window": window, "sinks": 4, "far": far}
+
+
+IMAGES = {"layers": 4, "heads": 4, "dim": 128}
+TEXT = {"layers": 6, "heads": 4, "dim": 256}
+SMALL_TEXT = {"layers": 4, "heads": 4, "dim": 192}
+PROTEIN = {"layers": 6, "heads": 4, "dim": 128}
+SPEECH = {"layers": 3, "heads": 2, "dim": 64}
+DOCUMENTS = {"layers": 2, "heads": 2, "dim": 64}
+
+PROTEIN_ROWS = {
+    "softmax": Row("softmax"),
+    "performer-relu": Row(performer(64, features="relu")),
+    "performer-softmax": Row(performer(64)),
+}
+DOCUMENT_ROWS = {
+    "softmax": Row("softmax"),
+    "performer-64": Row(performer(64)),
+    "linear": Row("linear"),
+    "multipole": Row(multipole(512, 24, 128)),
+}
+
+
+def documents(length: int, batch: int, steps: int) -> Experiment:
+    return Experiment(
+        name=f"documents-{length}",
+        claim="long documents: mechanisms of linear time are as accurate, and faster the longer the document is",
+        task="documents",
+        data="enwik8",
+        options={"length": length},
+        # Softmax takes most of an hour and more there.
+        rows={**DOCUMENT_ROWS, "softmax": Row("softmax", later=int(length > 8192))},
+        model=DOCUMENTS,
+        settings={"steps": steps, "batch": batch, "lr": 2e-3, "warmup": 50, "valid_every": 100, "valid_examples": 64},
+    )
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="mnist",
+        claim="MNIST pixel by pixel: softmax 0.621, linear 0.644, lsh-4 0.676, lsh-1 0.745 bits/dim",
+        task="images",
+        data="mnist",
+        rows={
+            "softmax": Row("softmax"),
+            "linear": Row("linear"),
+            "performer-64": Row(performer(64)),
+            "lsh-1": Row(lsh(1)),
+            "lsh-4": Row(lsh(4), later=1),
+            "hybrid": Row(hybrid(32, LINEAR_FAR)),
+            "multipole": Row(multipole(128, 8, 64)),
+        },
+        model=IMAGES,
+        settings={"steps": 1600, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 200, "valid_examples": 128},
+    ),
+    Experiment(
+        name="text",
+        claim="text, causal, 2048 bytes: performer with redraw matches softmax, lsh does not; linear time pays",
+        task="text",
+        data="enwik8",
+        options={"length": 2048},
+        rows={
+            "softmax": Row("softmax"),
+            "performer-256": Row(performer(256)),
+            "performer-256-redrawn": Row(performer(256), settings={"redraw_every": 100}),
+            "hybrid": Row(hybrid(64, LINEAR_FAR)),
+            "multipole": Row(multipole(256, 16, 128)),
+            "linear": Row("linear"),
+            "lsh-4": Row(lsh(4, 64), later=1),
+        },
+        model=TEXT,
+        settings={"steps": 800, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 24},
+    ),
+    Experiment(
+        name="pretrained",
+        claim="weights of a softmax model carry over to performer after a short fine-tuning (Choromanski et al.)",
+        task="text",
+        data="enwik8",
+        options={"length": 512},
+        rows={
+            "softmax": Row("softmax", settings={"steps": 6000, "valid_every": 500}, seeds=1),
+            **{
+                f"performer-{features}": Row(performer(features), start="pretrained/softmax")
+                for features in (256, 64, 1024)
+            },
+            "hybrid": Row(hybrid(64, performer(64)), start="pretrained/softmax"),
+            "multipole": Row(multipole(128, 8, 64), start="pretrained/softmax"),
+            "performer-256-from-scratch": Row(performer(256)),
+        },
+        model=SMALL_TEXT,
+        settings={"steps": 1000, "batch": 4, "lr": 5e-4, "warmup": 50, "valid_every": 50, "valid_examples": 64},
+        seeds=3,
+    ),
+    Experiment(
+        name="recall",
+        claim="a state of fixed size holds a limited number of pairs, softmax any (Arora et al.)",
+        task="recall",
+        options={"length": 128, "pairs": 32},
+        rows={
+            "softmax": Row("softmax"),
+            "local-32": Row({"mechanism": "local", "window": 32}),
+            "linear": Row("linear"),
+            "performer-64": Row(performer(64)),
+            "performer-256": Row(performer(256)),
+            "taylor": Row("taylor"),
+            "hedgehog": Row("hedgehog"),
+            "efficient": Row("efficient"),
+            "hybrid": Row(hybrid(32, LINEAR_FAR)),
+            "multipole": Row(multipole(32, 8, 16)),
+        },
+        model={},
+        settings={"steps": 3000, "batch": 32, "valid_every": 250},
+        seeds=3,
+    ),
+    Experiment(
+        name="protein-masked",
+        claim="proteins, both directions: performer with relu features is at least as good as softmax",
+        task="protein",
+        data="protein.fasta.gz",
+        options={"length": 512},
+        rows=PROTEIN_ROWS,
+        model=PROTEIN,
+        settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
+    ),
+    Experiment(
+        name="protein-causal",
+        claim="proteins, left to right: performer with relu features is at least as good as softmax",
+        task="protein",
+        data="protein.fasta.gz",
+        options={"length": 512, "causal": True},
+        rows=PROTEIN_ROWS,
+        model=PROTEIN,
+        settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
+    ),
+    Experiment(
+        name="protein-36-layers",
+        claim="36 reversible layers train (Choromanski et al.)",
+        task="protein",
+        data="protein.fasta.gz",
+        options={"length": 512},
+        rows={"performer-relu": PROTEIN_ROWS["performer-relu"]},
+        model={"layers": 36, "heads": 2, "dim": 64, "reversible": True},
+        settings={"steps": 400, "batch": 4, "lr": 1e-3, "warmup": 100, "valid_every": 50, "valid_examples": 64},
+    ),
+    Experiment(
+        name="speech",
+        claim="speech, 400 to 2400 frames: linear is within 20 % of softmax and faster; BiLSTM is worse",
+        task="speech",
+        data="fsdd/recordings",
+        options={"fewest": 8, "digits": 40, "stride": 1},
+        rows={
+            "softmax": Row("softmax"),
+            "linear": Row("linear"),
+            "performer-64": Row(performer(64)),
+            "lsh-4": Row(lsh(4)),
+            "clustered": Row({"mechanism": "clustered", "clusters": 100}),
+            "improved-clustered": Row({"mechanism": "improved-clustered", "clusters": 100}),
+            "multipole": Row(multipole(256, 16, 64)),
+            "linear-nearby": Row("linear", options={"nearby": 2}),
+            "softmax-nearby": Row("softmax", options={"nearby": 2}),
+            "linear-window": Row(hybrid(16, LINEAR_FAR)),
+            "bilstm": Row("bilstm"),
+        },
+        model=SPEECH,
+        settings={"steps": 2000, "batch": 4, "lr": 2e-3, "warmup": 100, "valid_every": 200, "valid_examples": 64},
+    ),
+    Experiment(
+        name="copy",
+        claim="copying 32 symbols: linear attention with 16 features reaches 100 % (Katharopoulos et al., with RAdam)",
+        task="copy",
+        rows={
+            "adamw": Row("linear"),
+            "radam": Row("linear", settings={"optimizer": "radam"}),
+            "adam": Row("linear", settings={"optimizer": "adam"}),
+            "lion": Row("linear", settings={"optimizer": "lion", "lr": 3e-4}),
+        },
+        model={},
+        settings={"steps": 12000, "lr": 1e-3, "valid_every": 500},
+        seeds=3,
+    ),
+    Experiment(
+        name="cifar10",
+        claim="CIFAR-10 pixel by pixel, 3072 values: linear attention trains where softmax is slow",
+        task="images",
+        data="cifar10",
+        rows={
+            "linear": Row("linear", later=1),
+            "multipole": Row(multipole(256, 16, 128), later=1),
+            "softmax": Row("softmax", later=1),
+        },
+        model=IMAGES,
+        settings={"steps": 2500, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 250, "valid_examples": 16},
+    ),
+    Experiment(
+        name="redraw",
+        claim="redrawing the features while training helps (Choromanski et al.)",
+        task="text",
+        data="enwik8",
+        options={"length": 256},
+        rows={
+            "fixed": Row(performer(64)),
+            "every-20": Row(performer(64), settings={"redraw_every": 20}),
+            "every-100": Row(performer(64), settings={"redraw_every": 100}),
+            "every-500": Row(performer(64), settings={"redraw_every": 500}),
+        },
+        model={"layers": 3, "heads": 4, "dim": 128},
+        settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 250, "valid_examples": 128},
+        seeds=3,
+    ),
+    documents(4096, batch=8, steps=500),
+    documents(8192, batch=4, steps=500),
+    documents(16384, batch=2, steps=300),
+)

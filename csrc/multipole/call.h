@@ -1,0 +1,39 @@
+// One call of multipole attention: a plain structure, shared with Python (ctypes) field by field.
+//
+//   l_c = s q.mu_c + min(cap, s^2 |q|^2 var_c / 2) + log n_c        estimated log mass of cluster c, s = scale
+//   out = (sum_{c far} e^{l_c} vbar_c + sum_{j exact} e^{s q.k_j} v_j) / (the same with 1 for v)
+//
+// Real keys are counted from a row's first one (their rank). Keys of complete chunks of `chunk` ranks are clustered; the
+// others are exact, and so is the query's own chunk in causal calls.
+#pragma once
+
+#include "../call.h"
+
+struct SqMultipole {
+  int64_t batch, heads_q, heads_kv, length_q, length_k, dim, width;  // width = E
+  int64_t past;  // causal: query i stands at key past + i
+  int64_t chunk, clusters, largest, iterations;  // largest: the most keys in one cluster
+  int64_t exact_keys;  // negative: by the number of clustered keys, see `most_keys`
+  int32_t causal, threads;
+  int32_t forced;  // selection is given
+  int32_t unused;
+  float scale, cap, radius, error;  // error < 0: exact_keys alone decides
+  SqTensor q, k, v, out;
+  const uint8_t* key_mask;  // (B, S), nonzero = real; null = all real
+  int64_t mask_batch, mask_token;
+  const int32_t* starts;  // (clusters): ranks inside a chunk that k-means starts from
+  // Choices. chunks = S / chunk, slots = clusters + chunk / largest. A chunk whose sizes are 0 is clustered by the call, if
+  // it is complete; the others are taken as they are.
+  int32_t* order;      // (B, H, chunks, chunk): ranks inside the chunk, sorted by cluster
+  int32_t* sizes;      // (B, H, chunks, slots)
+  uint8_t* selection;  // (B, Hq, L, chunks, slots), nonzero = exact; or null
+  float* log_norm;     // (B, Hq, L): log of the normaliser; or null
+  float* estimate;     // (B, Hq, L, 2): estimated squared error and |out|^2; or null
+  int32_t* exact;      // (B, Hq, L): exact far keys, negative where the limit was reached; or null
+  SqTensor dout, dq, dk, dv;  // backward only; dk, dv: float32
+};
+
+struct SqMultipoleKernels {
+  int (*forward)(const SqMultipole*);
+  int (*backward)(const SqMultipole*);
+};

@@ -1,0 +1,32 @@
+"""Multipole attention: clusters of keys, exact where it matters. `definition.py` has the equations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..checkpointing import tracing
+from ..operator import Backend, Call, by_name, choose
+from . import chunked, native
+from .chunked import Chunked
+from .definition import Choices, Inspection, Spec
+from .native import Native
+from .reference import Reference
+
+__all__ = ["BACKENDS", "Choices", "Inspection", "Spec", "choose", "cluster", "inspect"]
+
+_native = Native()
+BACKENDS: dict[str, Backend[Spec]] = by_name(_native, Chunked(), Reference())
+
+
+def cluster(spec: Spec, call: Call, k: Tensor) -> Choices:
+    """Clusters of the complete chunks of keys k (B, H, S, D); those of `spec.known` stay as they are."""
+    if tracing(k) or _native.refusal(spec, call, k):
+        return chunked.cluster(spec, call, k)
+    return native.cluster(spec, call, k)
+
+
+def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspection:
+    """Expected errors and numbers of exact keys of every query, from a forward pass."""
+    if tracing(q) or _native.refusal(spec, call, q, k, v):
+        return chunked.inspect(spec, call, q, k, v)
+    return native.inspect(spec, call, q, k, v)

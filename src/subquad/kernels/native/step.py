@@ -1,0 +1,123 @@
+"""One token by the native kernels: the whole state in, the whole state out, with as little Python as there can be.
+
+At batch 1 the library needs some 20 microseconds for such a step, less than torch's dispatcher for a few operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...state import State, Sums, Tokens
+from . import library
+from .library import Call
+from .maps import NativeMap
+from .operators import check_status, make_call, write
+from .pool import new_states, states_exceed_caches
+
+__all__ = ["linear_step", "window_step"]
+
+_NOTHING = torch.empty(0)
+_NO_MASKS = [torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)]
+_STATES = struct.Struct("6P")  # s_in .. c_out
+_TAIL = struct.Struct("7P")  # count .. sink_v_out
+
+
+def _past(sums: Sums) -> list[Tensor]:
+    """S, z, c as the library takes them: contiguous float32, c of the shape of z."""
+    weighted, normaliser, log_max = sums
+    if log_max.shape[-1] != normaliser.shape[-1]:
+        log_max = log_max.expand_as(normaliser)
+    given = (weighted, normaliser, log_max)
+    return [x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous() for x in given]
+
+
+def _after(before: Sums, weighted: Tensor, normaliser: Tensor, log_max: Tensor) -> Sums:
+    # Maps without a log scale keep their c = 0 of shape (B, H, 1).
+    shared = before.log_max.shape[-1] == 1 and log_max.shape[-1] != 1
+    return Sums(weighted, normaliser, before.log_max if shared else log_max)
+
+
+def linear_step(
+    found: NativeMap, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, state: State, normalise: bool
+) -> tuple[Tensor, State]:
+    """out (B, Hq, 1, E) and the state after the token; q, k as the map takes them. Nothing that was given is changed.
+
+    The parts of the new state lie in one block of memory, which lives as long as any of them.
+    """
+    assert state.far is not None
+    masks = _NO_MASKS if key_mask is None else [key_mask, *_NO_MASKS[1:]]
+    options = (*found.map[:5], 1.0, -1, 0, True, normalise, True)
+    call = make_call(q, k, v, [], [], [], masks, _NOTHING, *options, maps=found.packed)
+    width = v.shape[3]
+    shape = (call.batch, call.heads_kv, call.features)
+    out = torch.empty((*q.shape[:3], width), dtype=v.dtype)
+    past, after = _past(state.far), new_states((*shape, width), shape, shape)
+    call.non_temporal = states_exceed_caches()
+    write(call, "out", out)
+    _STATES.pack_into(call, Call.s_in.offset, *(x.data_ptr() for x in (*past, *after)))
+    check_status(library.load().subquad_step(ctypes.byref(call)))
+    count = state.count + (1 if key_mask is None else key_mask.sum(-1))
+    return out, replace(state, far=_after(state.far, *after), count=count)
+
+
+def window_step(
+    found: NativeMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: list[Tensor],
+    key_mask: Tensor | None,
+    state: State,
+    gain: Tensor,
+    scale: float,
+) -> tuple[Tensor, State]:
+    """out (B, Hq, 1, E) in float32 and the state after the token; nothing that was given is changed.
+
+    far: [q (B, Hq, 1, .), the key that leaves the window (B, H, 1, .)] as the far map takes them; key_mask (B, 1).
+    """
+    assert state.window is not None and state.sinks is not None
+    tokens = [x if x.is_contiguous() else x.contiguous() for x in (*state.window, *state.sinks)]
+    window_k, window_v, sink_k, sink_v = tokens
+    window = window_k.shape[2]
+    key_mask = None if key_mask is None else key_mask.contiguous()
+    past = [] if state.far is None else _past(state.far)
+    options = (*found.map[:5], scale, window, window, True, True, False)
+    values = window_v if window else v
+    arrays = found.map.arrays
+    if found.packed_rows is None:
+        options = ([*arrays, found.map.tilt], *options[1:])
+    call = make_call(
+        q, window_k if window else k, values, [], far, past, _NO_MASKS, gain, *options, maps=found.packed_rows
+    )
+    out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+    write(call, "out", out)
+    write(call, "token_k", k)
+    write(call, "token_v", v)
+    call.sinks = sink_k.shape[2]
+    if call.sinks:
+        write(call, "sink_k", sink_k)
+        write(call, "sink_v", sink_v)
+    floats = new_states(*(x.shape for x in (*past, *tokens)))
+    call.non_temporal = states_exceed_caches()
+    count = torch.empty_like(state.count)
+    if past:
+        call.s_out, call.z_out, call.c_out = (x.data_ptr() for x in floats[:3])
+    window_k, window_v, sink_k, sink_v = floats[-4:]
+    _TAIL.pack_into(
+        call,
+        Call.count.offset,
+        state.count.data_ptr(),
+        0 if key_mask is None else key_mask.data_ptr(),
+        *(x.data_ptr() for x in (count, window_k, window_v, sink_k, sink_v)),
+    )
+    check_status(library.load().subquad_step(ctypes.byref(call)))
+    sums = None if state.far is None else _after(state.far, *floats[:3])
+    return out, State(
+        *(count, sums, Tokens(window_k, window_v), Tokens(sink_k, sink_v)),
+        *(state.origin, state.feature_map, state.scale),
+    )

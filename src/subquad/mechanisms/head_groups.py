@@ -1,0 +1,344 @@
+"""Different mechanisms for different heads of one layer, and coordinates in which they err least.
+
+    out[heads of group g] = mechanism_g(T q, T^-T k, v)[heads of group g]
+
+Some heads look at their neighbours, some at the whole sequence: a window serves the first, features the second. With
+`balance`, queries and keys are first brought to the same covariance, which leaves every score as it is,
+(T q).(T^-T k) = q.k, and makes random features several times less noisy; T comes from calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from .. import checks
+from ..features.calibration import Calibration, balancing_map, calibrations
+from ..features.precision import Float32Buffers, full_precision
+from ..features.random import ExponentialFeatures
+from ..kernels.operator import Call
+from ..state import check_continues, check_same, merge, register_state
+from .base import Mechanism
+
+__all__ = ["HeadGroups", "HeadGroupsState"]
+
+
+@dataclass(frozen=True)
+class HeadGroupsState:
+    """The states of all groups, in their order. Immutable; merges group by group."""
+
+    parts: tuple[Any, ...]
+    origin: str = ""
+
+    def merge(self, later: HeadGroupsState) -> HeadGroupsState:
+        """This context followed by `later`'s."""
+        check_same(self, later)
+        return replace(self, parts=tuple(merge(a, b) for a, b in zip(self.parts, later.parts, strict=True)))
+
+    def to(self, *args: Any, **kwargs: Any) -> HeadGroupsState:
+        """The same state on another device."""
+        return replace(self, parts=tuple(part.to(*args, **kwargs) for part in self.parts))
+
+    def detach(self) -> HeadGroupsState:
+        """The same state, cut off from the graph."""
+        return replace(self, parts=tuple(part.detach() for part in self.parts))
+
+
+register_state(HeadGroupsState)
+
+
+class _Balance(Float32Buffers):
+    """The statistics behind T, and T (H, D, D) for queries and T^-T for keys."""
+
+    query_map: Tensor
+    key_map: Tensor
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.calibration = Calibration(heads, head_dim)
+        for name in ("query_map", "key_map"):
+            self.register_buffer(name, torch.eye(head_dim).repeat(heads, 1, 1))
+
+    def refresh(self) -> None:
+        """T from the statistics."""
+        found = balancing_map(self.calibration.query_cov, self.calibration.key_cov)
+        with torch.no_grad():
+            self.query_map.copy_(found[0])
+            self.key_map.copy_(found[1])
+
+    def moved(self, part: Calibration, heads: Tensor) -> None:
+        """The statistics of some heads as they are in the new coordinates."""
+        stats = self.calibration
+        to_query, to_key = (m[heads].to(torch.float64) for m in (self.query_map, self.key_map))
+        part.assign(
+            torch.einsum("hij,hj->hi", to_query, stats.query_mean[heads].to(torch.float64)),
+            torch.einsum("hij,hj->hi", to_key, stats.key_mean[heads].to(torch.float64)),
+            to_query @ stats.query_cov[heads].to(torch.float64) @ to_query.mT,
+            to_key @ stats.key_cov[heads].to(torch.float64) @ to_key.mT,
+            stats.counts,
+        )
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """x (B, G H, L, D) in the new coordinates; one matrix per KV head."""
+        groups = x.shape[1] // matrix.shape[0]
+        matrix = matrix.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(groups, 0)
+        with full_precision(x):
+            return (x.to(matrix.dtype) @ matrix.mT).to(x.dtype)
+
+
+def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """(KV heads, options with "mechanism") per group; every head in exactly one."""
+    parsed: list[tuple[list[int], dict[str, Any]]] = []
+    for number, group in enumerate(groups):
+        options = dict(group)
+        heads = options.pop("heads", None)
+        if not isinstance(heads, Sequence) or isinstance(heads, str) or not heads:
+            raise ValueError(
+                f"groups[{number}]={dict(group)!r} must list its KV heads, for example "
+                '{"heads": [0, 3], "mechanism": "local", "window": 64}'
+            )
+        if "mechanism" not in options:
+            raise ValueError(f"groups[{number}]={dict(group)!r} must name its mechanism")
+        parsed.append(([int(h) for h in heads], options))
+    flat = sorted(h for heads, _ in parsed for h in heads)
+    if flat != list(range(kv_heads)):
+        raise ValueError(f"groups must name each of the {kv_heads} KV heads exactly once, got {flat}")
+    return parsed
+
+
+@final
+class HeadGroups(Mechanism):
+    """Mechanisms for groups of heads.
+
+    groups:  [{"heads": [KV heads], "mechanism": name or object, **options}, ...], every KV head in one of them; the
+             query heads that share a KV head go with it
+    balance: T q and T^-T k instead of q and k, T from calibrate(q, k)
+
+    It is causal, recurrent and of constant memory where all of its mechanisms are.
+
+    >>> import torch, subquad as sq
+    >>> attn = sq.create("head-groups", 8, 3, groups=[
+    ...     {"heads": [0, 2], "mechanism": "local", "window": 4},
+    ...     {"heads": [1], "mechanism": "taylor", "degree": 1}])
+    >>> q, k, v = torch.randn(3, 1, 3, 20, 8)
+    >>> out = attn(q, k, v, is_causal=True)
+    >>> torch.allclose(out[:, :1], sq.attention(q, k, v, "local", window=4, is_causal=True)[:, :1], atol=1e-6)
+    True
+    """
+
+    name = "head-groups"
+    equation = "mechanism_g(T q, T^-T k, v) for the heads of group g"
+    paper = "a mechanism per head, after what each head does"
+    complexity = "that of its mechanisms"
+    recurrent = True
+    constant_memory = True
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
+        {
+            "groups": [
+                {"heads": [1], "mechanism": "local", "window": 4, "sinks": 1},
+                {"heads": [0], "mechanism": "performer", "num_features": 24, "seed": 3},
+            ]
+        },
+        {
+            "groups": [{"heads": [1, 0], "mechanism": "performer", "num_features": 24, "seed": 3}],
+            "balance": True,
+        },
+    )
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        *,
+        groups: Iterable[Mapping[str, Any]],
+        balance: bool = False,
+    ) -> None:
+        super().__init__(head_dim, heads, kv_heads)
+        count = self.need_heads("groups of heads")
+        assert self.heads is not None
+        checks.check_flag("balance", balance)
+        self.balance = balance
+        per = self.heads // count
+        self.members = nn.ModuleList()
+        self._heads: list[list[int]] = []
+        from . import create  # the package lists this file as well
+
+        for numbers, options in _parse(groups, count):
+            made = create(options.pop("mechanism"), head_dim, len(numbers) * per, len(numbers), **options)
+            self.members.append(made)
+            self._heads.append(numbers)
+        for i, numbers in enumerate(self._heads):
+            for name, picked in (("kv", numbers), ("q", [h * per + g for h in numbers for g in range(per)])):
+                self.register_buffer(f"{name}_{i}", torch.tensor(picked, dtype=torch.int64), persistent=False)
+        order = torch.cat([self.get_buffer(f"q_{i}") for i in range(len(self._heads))])
+        self.register_buffer("restore", order.argsort(), persistent=False)
+        self.in_order = bool((order == torch.arange(len(order))).all())
+        self.balancing = _Balance(count, head_dim) if balance else None
+        parts = list(self.parts())
+        self.signed = any(part.signed for part in parts)
+        self.cross = all(part.cross for part in parts)
+        self.leaks_by_selection = any(part.leaks_by_selection for part in parts)
+        # Facts of a class elsewhere; here of what was put together.
+        for fact, value in (
+            ("causal", all(part.causal for part in parts)),
+            ("recurrent", all(part.recurrent for part in parts)),
+            ("constant_memory", all(part.constant_memory for part in parts)),
+            ("exact", all(part.exact for part in parts) and not balance),
+            ("causal_refusal", next((part.causal_refusal for part in parts if not part.causal), "")),
+        ):
+            object.__setattr__(self, fact, value)
+
+    restore: Tensor
+
+    def parts(self) -> Iterable[Mechanism]:
+        """The mechanisms, in the order of the groups."""
+        for part in self.members:
+            assert isinstance(part, Mechanism)
+            yield part
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups as plain data: their KV heads and what their mechanisms are."""
+        rows = []
+        for numbers, part in zip(self._heads, self.parts(), strict=True):
+            config = part.config()
+            rows.append({"heads": list(numbers), **{k: v for k, v in config.items() if k not in _SHAPE}})
+        return rows
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, groups={self._heads}, balance={self.balance}"
+
+    def redraw(self) -> None:
+        """Redraw every group."""
+        for part in self.parts():
+            part.redraw()
+
+    def calibrate(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+    ) -> None:
+        """Add sample queries and keys to the statistics of every group, in the balanced coordinates if there are."""
+        checks.check_attention(q, k, k, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        if self.balancing is not None:
+            # The coordinates change with every batch, so the parts take the statistics over instead of adding up.
+            self.balancing.calibration.update(q, k, key_mask, query_mask)
+            self._spread()
+            return
+        needy = [i for i, part in enumerate(self.parts()) if calibrations(part)]
+        if not needy:
+            super().calibrate(q, k)
+        for i, part in enumerate(self.parts()):
+            if i in needy:
+                part.calibrate(*self._split(i, q, k)[:2], key_mask=key_mask, query_mask=query_mask)
+
+    def use_statistics(self, found: Calibration) -> None:
+        """Take over statistics of all KV heads that were gathered elsewhere."""
+        if self.balancing is not None:
+            self.balancing.calibration.assign(
+                found.query_mean, found.key_mean, found.query_cov, found.key_cov, found.counts
+            )
+            self._spread()
+            return
+        for i, part in enumerate(self.parts()):
+            heads = self.get_buffer(f"kv_{i}")
+            for calibration in calibrations(part):
+                calibration.assign(
+                    found.query_mean[heads], found.key_mean[heads], found.query_cov[heads], found.key_cov[heads],
+                    found.counts,
+                )  # fmt: skip
+            _use(part)
+
+    def _spread(self) -> None:
+        """From the statistics to the coordinates and to what the groups know in them."""
+        assert self.balancing is not None
+        self.balancing.refresh()
+        for i, part in enumerate(self.parts()):
+            for calibration in calibrations(part):
+                self.balancing.moved(calibration, self.get_buffer(f"kv_{i}"))
+            _use(part)
+
+    def _check_ready(self) -> None:
+        if self.balancing is not None and not self.balancing.calibration.ready:
+            raise RuntimeError("balance=True needs calibration: call calibrate(q, k) on sample data first")
+
+    def _balanced(self, q: Tensor | None, k: Tensor | None) -> tuple[Any, Any]:
+        if self.balancing is None:
+            return q, k
+        self._check_ready()
+        return (
+            None if q is None else self.balancing(q, self.balancing.query_map),
+            None if k is None else self.balancing(k, self.balancing.key_map),
+        )
+
+    def _split(self, i: int, q: Tensor | None, *keys: Tensor) -> list[Any]:
+        """q and the tensors of keys of group i."""
+        if len(self._heads) == 1 and self.in_order:
+            return [q, *keys]
+        rows, columns = self.get_buffer(f"q_{i}"), self.get_buffer(f"kv_{i}")
+        return [None if q is None else q.index_select(1, rows), *(x.index_select(1, columns) for x in keys)]
+
+    def _joined(self, outs: list[Tensor]) -> Tensor:
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+        return out if self.in_order else out.index_select(1, self.restore)
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether all of its mechanisms do."""
+        return all(part.absorbs for part in self.parts())
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        q, k = self._balanced(q, k)
+        outs = []
+        for i, part in enumerate(self.parts()):
+            rows, keys, values = self._split(i, q, k, v)
+            outs.append(part._attend(rows, keys, values, call, is_causal=is_causal))
+        return self._joined(outs)
+
+    def _origin(self, scale: float) -> str:
+        return f"head-groups {self._heads} of {[type(part).__name__ for part in self.parts()]} scale {scale:.9g}"
+
+    def _states(self, state: Any, scale: float) -> Sequence[Any]:
+        if state is None:
+            return [None] * len(self._heads)
+        check_continues(state, HeadGroupsState, self._origin(scale), "head-groups' scan() or absorb()")
+        parts: tuple[Any, ...] = state.parts
+        return parts
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, HeadGroupsState]:
+        states = self._states(state, call.scale)
+        q, k = self._balanced(q, k)
+        outs, after = [], []
+        for i, part in enumerate(self.parts()):
+            rows, keys, values = self._split(i, q, k, v)
+            out, grown = part._scan(rows, keys, values, states[i], call)
+            outs.append(out)
+            after.append(grown)
+        return self._joined(outs), HeadGroupsState(tuple(after), self._origin(call.scale))
+
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> HeadGroupsState:
+        states = self._states(state, call.scale)
+        _, k = self._balanced(None, k)
+        after = []
+        for i, part in enumerate(self.parts()):
+            _, keys, values = self._split(i, None, k, v)
+            after.append(part._absorb(keys, values, states[i], call))
+        return HeadGroupsState(tuple(after), self._origin(call.scale))
+
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        states = self._states(state, call.scale)
+        q, _ = self._balanced(q, None)
+        parts = enumerate(self.parts())
+        return self._joined([part._read(self._split(i, q)[0], states[i], call) for i, part in parts])
+
+
+_SHAPE = ("head_dim", "heads", "kv_heads")
+
+
+def _use(part: nn.Module) -> None:
+    for module in part.modules():
+        if isinstance(module, ExponentialFeatures):
+            module.use_statistics()

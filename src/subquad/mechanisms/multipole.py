@@ -1,0 +1,277 @@
+"""Multipole attention: far keys by cluster, the important ones exactly, one normaliser.
+
+    out_i = (sum_{c far} e^{l_ic} vbar_c + sum_{j exact} e^{s q_i.k_j} v_j) / (the same with 1 for the values)
+    l_ic  = s q_i.mu_c + min(cap, s^2 |q_i|^2 var_c / 2) + log n_c,                                    s = scale
+
+Keys are cut into chunks, and the keys of a complete chunk into clusters of size n_c with mean key mu_c, mean value
+vbar_c and variance var_c. Each query evaluates the clusters that matter to it key by key (`exact_keys`, or as many as
+an `error` needs) and takes the others by their means, with the second-order term of their mass. Keys in no complete
+chunk are exact, and in causal calls the query's own chunk is.
+
+Clusters of keys instead of queries: the sibling of clustered attention (Vyas, Katharopoulos and Fleuret, 2020).
+Related: Hooper et al., "Multipole Attention", 2025; Kang et al., "Fast Multipole Attention", 2023.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..features.precision import full_precision
+from ..kernels.checkpointing import tracing
+from ..kernels.kmeans import ClusterDraw
+from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, inspect
+from ..kernels.operator import Call
+from ..state import check_continues, check_fits, check_same, register_state
+from .base import Mechanism
+
+__all__ = ["Multipole", "MultipoleState"]
+
+
+@dataclass(frozen=True)
+class MultipoleState:
+    """All keys and values so far, and the clusters of complete chunks, which are never made again.
+
+    k (B, H, S, D), v (B, H, S, E), mask (B, S); order (B, H, n, chunk) and sizes (B, H, n, slots): see `Choices`
+    """
+
+    k: Tensor
+    v: Tensor
+    mask: Tensor
+    order: Tensor
+    sizes: Tensor
+    origin: str = ""
+
+    @property
+    def count(self) -> Tensor:
+        """(B,) int64: how many real keys there are."""
+        return self.mask.sum(-1)
+
+    def complete(self) -> int:
+        """How many chunks every row has complete: their clusters stay as they are whatever follows."""
+        return min(int(self.count.min()) // self.order.shape[-1], self.order.shape[2]) if len(self.mask) else 0
+
+    def merge(self, later: MultipoleState) -> MultipoleState:
+        """This context followed by `later`'s, whose chunks are cut anew: they are counted from the first key of all."""
+        check_same(self, later)
+        for name in ("k", "v"):
+            mine, theirs = getattr(self, name), getattr(later, name)
+            if mine.shape[:2] != theirs.shape[:2] or mine.shape[-1] != theirs.shape[-1]:
+                raise ValueError(
+                    f"merge: {name} differs in batch, heads or width: {checks.describe_shape(mine)} and "
+                    f"{checks.describe_shape(theirs)}"
+                )
+        done = self.complete()
+        return replace(
+            self,
+            order=self.order[:, :, :done],
+            sizes=self.sizes[:, :, :done],
+            k=torch.cat([self.k, later.k], -2),
+            v=torch.cat([self.v, later.v], -2),
+            mask=torch.cat([self.mask, later.mask], -1),
+        )
+
+
+register_state(MultipoleState)
+
+
+@final
+class Multipole(Mechanism):
+    """Attention over clusters of keys, exact for the keys that matter.
+
+    chunk:      keys per chunk; clusters are made of complete chunks, everything else is exact
+    clusters:   clusters per chunk
+    exact_keys: the most keys per query that are evaluated exactly beside those; None = 3/8 of the clustered ones it
+                sees, at most 256 or a 32nd of them, whichever is more; with `error` any number
+    error:      relative squared error |out - exact|^2 / |exact|^2 to keep to: clusters are evaluated key by key until
+                the expected error is below it. 0 is exact attention
+    cap:        limit of the second-order term; scores in the hundreds need one
+    radius:     how much the farthest key of a cluster counts when clusters are chosen, 0 to 1: single keys that matter
+                among others that do not (needles) are found by it
+    iterations: of k-means; 0 = nearest starting point
+    seed:       integer or torch.Generator; None takes one integer from torch's generator
+
+    The result does not depend on batch, padding, threads or how a sequence is cut. `scan` keeps all keys: its memory
+    grows with the context, its time per token with the number of clusters. Below some 500 tokens `softmax` is faster.
+    On keys without any structure (isotropic, sharp) nothing but softmax is accurate, and `error` says so by its price.
+
+    >>> import torch, subquad as sq
+    >>> attn = sq.create("multipole", head_dim=16, chunk=64, clusters=8, exact_keys=32, seed=0)
+    >>> q, k, v = torch.randn(3, 1, 4, 300, 16)
+    >>> k = k + 3 * torch.randn(1, 4, 10, 16).repeat_interleave(30, 2)  # ten kinds of keys
+    >>> exact = sq.attention(q, k, v, "softmax")
+    >>> bool((attn(q, k, v) - exact).square().sum() < 0.1 * exact.square().sum())
+    True
+    >>> sure = sq.create("multipole", head_dim=16, chunk=64, clusters=8, error=0.01, seed=0)
+    >>> bool((sure(q, k, v) - exact).square().sum() < 0.01 * exact.square().sum())
+    True
+    """
+
+    name = "multipole"
+    equation = (
+        "(sum_far e^l vbar + sum_exact e^s v) / (the same with 1 for v), l = q.mu + min(cap, |q|^2 var / 2) + log n"
+    )
+    paper = 'after Vyas et al., "Clustered Attention", 2020, and Hooper et al., "Multipole Attention", 2025'
+    complexity = "O(L (S clusters / chunk + exact_keys + chunk) (D + E)); state O(S (D + E))"
+    recurrent = True
+    CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
+        {"chunk": 8, "clusters": 2, "exact_keys": 4, "seed": 3},
+        {"chunk": 8, "clusters": 3, "exact_keys": 0, "cap": 0.2, "radius": 0.0, "iterations": 0, "seed": 3},
+        {"chunk": 12, "clusters": 4, "error": 0.02, "iterations": 2, "seed": 3},
+    )
+
+    def __init__(
+        self,
+        head_dim: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        *,
+        chunk: int = 512,
+        clusters: int = 32,
+        exact_keys: int | None = None,
+        error: float | None = None,
+        cap: float = 3.0,
+        radius: float = 0.5,
+        iterations: int = 4,
+        seed: int | torch.Generator | None = None,
+    ) -> None:
+        super().__init__(head_dim, heads, kv_heads)
+        checks.check_positive("chunk", chunk, 2)
+        checks.check_positive("clusters", clusters)
+        if clusters > chunk:
+            raise ValueError(f"clusters={clusters} must be at most chunk={chunk}: a chunk has no more keys than that")
+        if exact_keys is not None:
+            checks.check_positive("exact_keys", exact_keys, 0)
+        checks.check_positive("iterations", iterations, 0)
+        for argument, number, most in (("error", error, float("inf")), ("cap", cap, 40.0), ("radius", radius, 1.0)):
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, (int, float)):
+                raise TypeError(f"{argument} must be a number, got {number!r} of type {type(number).__name__}")
+            if not 0 <= number <= most:
+                raise ValueError(f"{argument} must be between 0 and {most:g}, got {number}")
+        self.chunk, self.clusters, self.exact_keys, self.iterations = chunk, clusters, exact_keys, iterations
+        self.error, self.cap, self.radius = error, cap, radius
+        self.draw = ClusterDraw(clusters, 1, head_dim, seed=seed)
+
+    @property
+    def seed(self) -> int:
+        """The integer behind the draws."""
+        return self.draw.draw_key()[0]
+
+    def redraw(self) -> None:
+        """Resample where k-means starts: the next draw of the same seed."""
+        self.draw.redraw()
+
+    def _spec(self, **where: Any) -> Spec:
+        most = 1 << 40 if self.exact_keys is None and self.error is not None else self.exact_keys
+        # Twice the average size, so that `exact_keys` is a limit that no cluster exceeds by itself.
+        largest = max(1, 2 * self.chunk // self.clusters)
+        return Spec(
+            *(self.chunk, self.clusters, largest, self.iterations, most, self.error, self.cap, self.radius, self.draw),
+            **where,
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        return self._computed(self._spec(causal=is_causal), call, q, k, v)
+
+    def _computed(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with full_precision(q):
+            return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+
+    def _origin(self, scale: float) -> str:
+        return f"multipole({self.extra_repr()}) draw {self.draw.draw_key()} scale {scale:.9g}"
+
+    def _checked(
+        self, state: Any, scale: float, tokens: Tensor, heads: int | None = None, width: int | None = None
+    ) -> MultipoleState:
+        check_continues(state, MultipoleState, self._origin(scale), "multipole's scan() or absorb()")
+        assert isinstance(state, MultipoleState)
+        check_fits(state.v, tokens, heads, width, exactly=True)
+        return state
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, MultipoleState]:
+        after = self._absorb(k, v, state, call)
+        known = Choices(after.order, after.sizes)
+        spec = self._spec(causal=True, past=after.k.shape[2] - k.shape[2], known=known)
+        masked = call.key_mask is not None or (not tracing(k) and not bool(after.mask.all()))
+        seen = call._replace(key_mask=after.mask if masked or tracing(k) else None, query_mask=None)
+        return self._computed(spec, seen, q, after.k, after.v), after
+
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> MultipoleState:
+        mask = call.real(k)
+        known = None
+        if state is not None:
+            before = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+            k, v = torch.cat([before.k, k], 2), torch.cat([before.v, v], 2)
+            mask = torch.cat([before.mask, mask], 1)
+            if not tracing(k):
+                done = before.complete()
+                known = Choices(before.order[:, :, :done], before.sizes[:, :, :done])
+        with full_precision(k):
+            made = cluster(self._spec(known=known), call._replace(key_mask=mask), k)
+        return MultipoleState(k, v, mask, made.order, made.sizes, self._origin(call.scale))
+
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        state = self._checked(state, call.scale, q)
+        seen = call._replace(key_mask=state.mask)
+        spec = self._spec(known=Choices(state.order, state.sizes))
+        return self._computed(spec, seen, q, state.k, state.v)
+
+    def inspect(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+    ) -> Inspection:
+        """Expected errors and exact keys of every query, from a forward pass: tensors (B, Hq, L), see `Inspection`.
+
+        >>> import torch, subquad as sq
+        >>> attn = sq.create("multipole", head_dim=8, chunk=32, clusters=4, error=0.05, exact_keys=16, seed=0)
+        >>> found = attn.inspect(*torch.randn(3, 1, 2, 100, 8))
+        >>> int(found.exact_keys.max()) <= 16, found.limited.shape
+        (True, torch.Size([1, 2, 100]))
+        """
+        checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        call = Call(self.resolve_scale(scale), key_mask)
+        with torch.no_grad(), full_precision(q):
+            return inspect(self._spec(causal=is_causal), call, q, k, v)
+
+    def estimated_error(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Expected relative squared error of the output of every head, (B, Hq), without exact attention beside it.
+
+            sum_{i,far c} P_c^2 ((e^{2t} - 1) V_c + ((e^{2t} - 1) / n_c + t^2 / 4) |vbar_c - out_i|^2) / sum_i |out_i|^2
+
+        with P_c the weight of cluster c, t its second-order term, V_c the summed variance of its values. It is an upper
+        bound in practice, of about twice the error; it is no guarantee.
+
+        >>> import torch, subquad as sq
+        >>> attn = sq.create("multipole", head_dim=8, chunk=32, clusters=4, exact_keys=8, seed=0)
+        >>> attn.estimated_error(*torch.randn(3, 1, 2, 100, 8)).shape
+        torch.Size([1, 2])
+        """
+        found = self.inspect(q, k, v, is_causal, scale=scale, key_mask=key_mask)
+        error, norm = found.squared_error, found.squared_norm
+        if query_mask is not None:
+            checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
+            error, norm = (x.masked_fill(~query_mask.unsqueeze(1), 0.0) for x in (error, norm))
+        return error.sum(-1) / norm.sum(-1).clamp(min=1e-30)

@@ -1,0 +1,250 @@
+"""The error of any mechanism, measured: its own output on a stretch of the input against exact attention.
+
+A stretch is contiguous, because what a window or a cluster leaves out depends on what stands where. The mechanism runs
+on all of it; exact attention, whose cost is quadratic, is computed for all queries or for a sample of them against
+*all* keys. `folded` cuts it into shorter stretches with queries and keys of their own: how their errors differ says how
+much inputs of this kind differ, and their mean against the whole says how the error grows with length.
+
+With values v of independent entries +-1 and width E, the mean of |A' v - A v|^2 is E |A' - A|^2: one run measures the
+error of the whole matrix. Its size E |A|^2 is computed, not taken from |A v|^2: rows of flat attention are all alike,
+and the E numbers that they make of v scatter by sqrt(2 / E) however many rows there are.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..mechanisms.base import Mechanism
+from ..mechanisms.kernelised import Kernelised
+
+__all__ = ["Piece", "check_inputs", "evenly", "pick_rows"]
+
+VALUE_WIDTH = 64
+CHUNK = 1 << 22  # scores of one step of exact attention: 16 MB
+LEAST_STRETCH = 16  # tokens; on fewer there is no attention to speak of
+STRETCHES = 4
+
+
+def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> None:
+    """Shapes, at least one query with one key, and nothing that is not finite."""
+    width = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
+    checks.check_attention(q, k, k if v is None else v, head_dim=width, heads=None, kv_heads=None)
+    checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        raise ValueError(
+            f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key is expected"
+        )
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None and not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"{name} must be finite; {int((~torch.isfinite(x)).sum())} of its {x.numel()} entries are NaN or "
+                "infinite. Check what wrote it: half precision overflows at 65504"
+            )
+
+
+def evenly(count: int, most: int) -> Tensor:
+    """At most `most` of the indices 0 .. count - 1, evenly spread over the whole.
+
+    >>> evenly(10, 4).tolist(), evenly(3, 4).tolist()
+    ([1, 3, 6, 8], [0, 1, 2])
+    """
+    if count <= most:
+        return torch.arange(count)
+    return ((torch.arange(most, dtype=torch.float64) + 0.5) * (count / most)).long()
+
+
+def pick_rows(x: Tensor, most: int, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Indices of at most `most` of the queries x (n, D), and how many queries each of them stands for.
+
+    Half of them from the tenth with the largest norms, whose rows carry most of the error. Nothing is random.
+    """
+    count = len(x)
+    if count <= most:
+        return torch.arange(count), torch.ones(count, dtype=torch.float64)
+    if is_causal:
+        # A row of n keys has |a|^2 of about 1/n: every doubling of the position carries as much as the one before.
+        edges = torch.logspace(0, math.log10(count + 1), most + 1, dtype=torch.float64).round().long().unique() - 1
+        return (edges[:-1] + edges[1:]) // 2, torch.diff(edges).to(torch.float64)
+    x = x.to(torch.float64)
+    order = (x - x.mean(0)).square().sum(-1).argsort(dim=0, descending=True, stable=True)
+    large = math.ceil(count / 10)
+    parts = [(order[:large], most // 2), (order[large:], most - most // 2)]
+    index = torch.cat([part[evenly(len(part), share)] for part, share in parts])
+    counts = [torch.full((min(len(part), share),), len(part) / max(1, min(len(part), share))) for part, share in parts]
+    return index, torch.cat(counts).to(torch.float64)
+
+
+class Piece:
+    """The first tokens of a few sequences, in float32 on the CPU, with their exact output.
+
+    exact: (B, Hq, R, E) of the queries compared: all of them, or as many as `most_scores` allows
+    count: (B, Hq, R) queries that each of them stands for; padding counts 0
+    sizes: (B, Hq, R) |A v|^2 of each, or its mean E |A|^2 where the values are made up;  norm: their sum
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        *,
+        tokens: int,
+        is_causal: bool = False,
+        scale: float | None = None,
+        key_mask: Tensor | None = None,
+        seed: int = 0,
+        most_scores: int | None = None,
+        made_up: bool = False,
+        every_sequence: bool = False,
+    ) -> None:
+        length, size = q.shape[2], k.shape[2]
+        self.made_up = made_up or v is None
+        self.most_scores = most_scores
+        items = None if every_sequence else evenly(q.shape[0], max(1, min(STRETCHES, tokens // max(length, size))))
+        rows = slice(0, min(length, tokens)) if length == size else evenly(length, tokens)
+
+        def taken(x: Tensor, at: slice | Tensor) -> Tensor:
+            some = x.detach() if items is None else x.detach()[items.to(x.device)]
+            return some[:, :, at if isinstance(at, slice) else at.to(x.device)].float().cpu()
+
+        self.q, self.k = taken(q, rows), taken(k, slice(0, tokens))
+        if v is None:
+            generator = torch.Generator().manual_seed(seed)
+            shape = (*self.k.shape[:3], VALUE_WIDTH)
+            self.v = 2.0 * torch.randint(0, 2, shape, generator=generator).float() - 1.0
+        else:
+            self.v = taken(v, slice(0, tokens))
+        real = None
+        if key_mask is not None:
+            real = (key_mask if items is None else key_mask[items.to(key_mask.device)])[:, :tokens].cpu()
+        self.call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": real}
+        self.scale = 1.0 / math.sqrt(self.q.shape[-1]) if scale is None else scale
+        # Padding is no query either, and a row without any key is 0 in both.
+        queries = real if real is not None and length == size else None
+        self.index, self.count = self._compared(queries, is_causal)
+        exact, squares = zip(*self._exact_rows(is_causal, real), strict=True)
+        self.exact = torch.cat(exact, 2)
+        sizes = VALUE_WIDTH * torch.cat(squares, 2) if self.made_up else self.exact.square().sum(-1)
+        self.sizes = sizes.double() * self.count
+        self.norm = float(self.sizes.sum())
+
+    def _compared(self, real: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor]:
+        """Which queries are compared, (B, Hq, R) or None for all, and how many each stands for."""
+        batch, heads, length, _ = self.q.shape
+        most = self.most_scores
+        share = length if most is None else max(64, most // (batch * heads * self.k.shape[2]))
+        if share >= length:
+            count = torch.ones(batch, heads, length) if real is None else real.unsqueeze(1).expand(-1, heads, -1)
+            return None, count.double()
+        index = torch.zeros(batch, heads, share, dtype=torch.int64)
+        count = torch.zeros(batch, heads, share, dtype=torch.float64)
+        for item in range(batch):
+            kept = torch.arange(length) if real is None else real[item].nonzero().squeeze(-1)
+            for head in range(heads):
+                picked, stands = pick_rows(self.q[item, head, kept], share, is_causal=is_causal)
+                index[item, head, : len(picked)] = kept[picked]
+                count[item, head, : len(picked)] = stands
+        return index, count
+
+    def _exact_rows(self, is_causal: bool, real: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Exact outputs (B, Hq, r, E) and |a|^2 (B, Hq, r) of the queries compared, some at a time."""
+        group = self.q.shape[1] // self.k.shape[1]
+        keys, values = (x.repeat_interleave(group, 1) for x in (self.k, self.v))
+        queries = self._picked(self.q)
+        place = torch.arange(self.q.shape[2]) if self.index is None else self.index
+        step = max(1, CHUNK // (queries.shape[0] * queries.shape[1] * keys.shape[2]))
+        for rows in torch.arange(queries.shape[2]).split(step):
+            scores = (self.scale * queries[:, :, rows]) @ keys.mT
+            if is_causal:
+                scores.masked_fill_(torch.arange(keys.shape[2]) > place[..., rows, None], -math.inf)
+            if real is not None:
+                scores.masked_fill_(~real[:, None, None, :], -math.inf)
+            # A row without keys is NaN here and 0 in the output: it counts as 0.
+            weights = torch.softmax(scores, -1).nan_to_num_(0.0)
+            yield weights @ values, weights.square().sum(-1)
+
+    def _picked(self, x: Tensor) -> Tensor:
+        if self.index is None:
+            return x
+        return x.gather(2, self.index.unsqueeze(-1).expand(*self.index.shape, x.shape[-1]))
+
+    @property
+    def tokens(self) -> int:
+        """Keys per sequence."""
+        return self.k.shape[2]
+
+    def folded(self) -> Piece | None:
+        """The same tokens as four times as many sequences of a quarter of the length; None where that is too short."""
+        of = min(STRETCHES, min(self.q.shape[2], self.k.shape[2]) // LEAST_STRETCH)
+        if of < 2:
+            return None
+
+        def cut(x: Tensor, dim: int) -> Tensor:
+            each = x.shape[dim] // of
+            shape = (*x.shape[:dim], of, each, *x.shape[dim + 1 :])
+            return x.narrow(dim, 0, of * each).reshape(shape).movedim(dim, 1).flatten(0, 1)
+
+        mask = self.call["key_mask"]
+        return Piece(
+            *(cut(x, 2) for x in (self.q, self.k, self.v)),
+            tokens=max(self.q.shape[2], self.k.shape[2]) // of,
+            is_causal=self.call["is_causal"],
+            scale=self.scale,
+            key_mask=None if mask is None else cut(mask, 1),
+            most_scores=self.most_scores,
+            made_up=self.made_up,
+            every_sequence=True,
+        )
+
+    def squares(self, attend: Callable[..., Tensor]) -> Tensor:
+        """Squared errors (B, Hq, R) of one run."""
+        # Queries of random features do not see each other: only those compared need to run.
+        alone = isinstance(attend, Kernelised) and not self.call["is_causal"] and self.index is not None
+        with torch.no_grad():
+            out = attend(self._picked(self.q) if alone else self.q, self.k, self.v, **self.call)
+        difference = (out if alone else self._picked(out)) - self.exact
+        return torch.nan_to_num(difference.square_().sum(-1).double() * self.count, nan=math.inf, posinf=math.inf)
+
+    def error(self, attend: Callable[..., Tensor]) -> float:
+        """|A' v - A v|^2 / |A v|^2 of one run."""
+        return float(self.squares(attend).sum()) / self.norm
+
+    def errors(self, attend: Mechanism, *, draws: int = 1) -> list[float]:
+        """The same of every one of `draws` draws, the first being the one that it has."""
+        found = []
+        for draw in range(draws):
+            if draw:
+                attend.redraw()
+            found.append(self.error(attend))
+        return found
+
+    def mean_error(self, attend: Mechanism, *, draws: int = 1) -> float:
+        """The mean of `errors`."""
+        return statistics.fmean(self.errors(attend, draws=draws))
+
+    def by_stretch(self, squares: Tensor) -> Tensor:
+        """Squares (B, Hq, R) summed to (P, Hq): P groups of whole sequences, four if there are as many."""
+        return torch.stack([group.sum((0, 2)) for group in squares.tensor_split(min(STRETCHES, len(squares)))])
+
+    def deviation(self, squares: Tensor) -> float:
+        """How the error differs from one stretch to another, relative to it; squares (P, Hq) of `by_stretch`.
+
+        Heads are compared with themselves only. Not divided by the root of their number: where the largest keys carry
+        the error, more tokens bring larger keys, not a better mean. No more than if one stretch had all of it.
+        """
+        count, total = len(squares), float(squares.sum())
+        if count < 2 or not 0 < total < math.inf:
+            return 0.0
+        sizes = self.by_stretch(self.sizes)
+        error = squares.sum(0) / sizes.sum(0).clamp(min=1e-300)
+        off = float((squares - error * sizes).square().sum())
+        return min(count * math.sqrt(off / (count - 1)) / total, (count - 1) / 2)

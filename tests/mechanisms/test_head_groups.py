@@ -1,0 +1,183 @@
+"""Mechanisms per head: each head's output is that of its own mechanism, and balancing changes no score."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import subquad as sq
+from subquad.features.calibration import balancing_map
+from subquad.hf.conversion.restoring import rebuild
+from subquad.mechanisms.head_groups import HeadGroups, HeadGroupsState
+
+D, H = 8, 4
+SDERF = {
+    "mechanism": "performer",
+    "features": "sderf",
+    "center": True,
+    "antithetic": True,
+    "num_features": 32,
+    "seed": 3,
+}
+GROUPS = [
+    {"heads": [2, 0], "mechanism": "hybrid", "window": 3, "sinks": 1, "far": {"mechanism": "taylor", "degree": 2}},
+    {"heads": [1], "mechanism": "taylor", "degree": 2},
+    {"heads": [3], "mechanism": "local", "window": 4},
+]
+
+
+def inputs(heads=H, kv_heads=None, length=20, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, heads, length, D, generator=generator, dtype=dtype)
+    k, v = torch.randn(2, 2, kv_heads or heads, length, D, generator=generator, dtype=dtype)
+    return q, k, v
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_head_is_computed_by_its_own_mechanism(is_causal):
+    q, k, v = inputs()
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1, 15:] = False
+    out = HeadGroups(D, H, groups=GROUPS)(q, k, v, is_causal=is_causal, key_mask=mask, query_mask=mask)
+    for group in GROUPS:
+        options = {name: value for name, value in group.items() if name not in ("heads", "mechanism")}
+        heads = group["heads"]
+        alone = sq.create(group["mechanism"], D, len(heads), **options)(
+            q[:, heads], k[:, heads], v[:, heads], is_causal=is_causal, key_mask=mask, query_mask=mask
+        )
+        torch.testing.assert_close(out[:, heads], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_grouped_queries_follow_their_keys():
+    q, k, v = inputs(heads=6, kv_heads=3)
+    groups = [{"heads": [2, 0], "mechanism": "taylor"}, {"heads": [1], "mechanism": "local", "window": 2}]
+    out = HeadGroups(D, 6, 3, groups=groups)(q, k, v)
+    exact = sq.attention(q, k, v, "taylor")
+    torch.testing.assert_close(out[:, [0, 1, 4, 5]], exact[:, [0, 1, 4, 5]])
+    near = sq.attention(q, k, v, "local", window=2)
+    torch.testing.assert_close(out[:, 2:4], near[:, 2:4])
+
+
+def test_scan_equals_the_causal_form_in_any_split_and_after_a_merge():
+    q, k, v = inputs()
+    attn = HeadGroups(D, H, groups=GROUPS)
+    whole = attn(q, k, v, is_causal=True)
+    state, outs = None, []
+    for start, end in ((0, 7), (7, 8), (8, 20)):
+        out, state = attn.scan(q[:, :, start:end], k[:, :, start:end], v[:, :, start:end], state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=1e-9, atol=1e-9)
+    assert isinstance(state, HeadGroupsState)
+    _, first = attn.scan(q[:, :, :9], k[:, :, :9], v[:, :, :9])
+    _, second = attn.scan(q[:, :, 9:15], k[:, :, 9:15], v[:, :, 9:15])
+    rest, _ = attn.scan(q[:, :, 15:], k[:, :, 15:], v[:, :, 15:], sq.merge(first, second))
+    torch.testing.assert_close(rest, whole[:, :, 15:], rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="the state was made by"):
+        HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": "taylor"}]).scan(q, k, v, state)
+
+
+def test_absorb_and_read_for_cross_attention():
+    q, k, v = inputs()
+    groups = [{"heads": [3, 1], "mechanism": "taylor"}, {"heads": [0, 2], "mechanism": "linear"}]
+    attn = HeadGroups(D, H, groups=groups)
+    assert attn.cross and attn.recurrent
+    torch.testing.assert_close(attn.read(q, attn.absorb(k, v)), attn(q, k, v), rtol=1e-9, atol=1e-9)
+
+
+def test_a_named_backend_is_used_by_every_part_or_refused():
+    q, k, v = inputs(dtype=torch.float32)
+    groups = [{"heads": [0, 1], "mechanism": "taylor"}, {"heads": [2, 3], "mechanism": "linear"}]
+    mechanism = HeadGroups(D, H, groups=groups)
+    torch.testing.assert_close(mechanism(q, k, v, backend="chunked"), mechanism(q, k, v), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="backend='triton' cannot take this call"):
+        mechanism.absorb(k, v, backend="triton")
+
+
+def test_balancing_map_equalises_covariances_and_keeps_every_score():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 500, D, generator=generator, dtype=torch.float64) * torch.linspace(1, 4, D)
+    y = torch.randn(3, 500, D, generator=generator, dtype=torch.float64) * torch.linspace(3, 0.5, D)
+    cov_x, cov_y = x.mT @ x / 500, y.mT @ y / 500
+    there, back = balancing_map(cov_x, cov_y)
+    torch.testing.assert_close((x @ there.mT) @ (y @ back.mT).mT, x @ y.mT, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(there @ cov_x @ there.mT, back @ cov_y @ back.mT, rtol=0.05, atol=0.02)
+    before = (cov_x + cov_y).diagonal(dim1=-2, dim2=-1).sum(-1)
+    after = (there @ cov_x @ there.mT + back @ cov_y @ back.mT).diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert (after < 0.7 * before).all()
+
+
+def test_balancing_map_survives_directions_that_are_never_used():
+    flat = torch.zeros(1, D, D)
+    flat[0, 0, 0] = 1.0
+    for pair in ((flat, torch.eye(D)[None]), (torch.zeros(1, D, D), flat)):
+        there, back = balancing_map(*pair)
+        assert torch.isfinite(there).all() and torch.isfinite(back).all()
+
+
+def test_balance_leaves_exact_parts_alone_and_makes_features_better():
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn(3, 4, H, 200, D, generator=generator)
+    q, k = q * torch.logspace(-1, 0.6, D), k * torch.logspace(0.6, -1, D)  # the same scores as even ones
+    exact = sq.attention(q, k, v, "softmax")
+
+    def error(balance):
+        attn = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], **SDERF}], balance=balance)
+        attn.calibrate(q, k)
+        return float((attn(q, k, v) - exact).norm() / exact.norm())
+
+    assert error(True) < 0.8 * error(False)
+    near = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": "local", "window": 5}], balance=True)
+    near.calibrate(q, k)
+    torch.testing.assert_close(near(q, k, v), sq.attention(q, k, v, "local", window=5), rtol=1e-3, atol=1e-4)
+
+
+def test_calibration_in_batches_equals_calibration_at_once():
+    q, k, v = inputs(dtype=torch.float32)
+    groups = [{"heads": [1, 3], **SDERF}, {"heads": [0, 2], "mechanism": "taylor", "degree": 1, "center": True}]
+    for balance in (False, True):
+        one, two = (HeadGroups(D, H, groups=groups, balance=balance) for _ in range(2))
+        one.calibrate(q, k)
+        for i in range(2):
+            two.calibrate(q[i : i + 1], k[i : i + 1])
+        torch.testing.assert_close(one(q, k, v), two(q, k, v), rtol=1e-3, atol=1e-4)
+
+
+def test_config_and_state_dict_make_it_again():
+    q, k, v = inputs(dtype=torch.float32)
+    groups = [{"heads": [1, 3], **SDERF}, {"heads": [0, 2], "mechanism": "local", "window": 3}]
+    attn = HeadGroups(D, H, groups=groups, balance=True)
+    attn.calibrate(q, k)
+    again = rebuild(json.loads(json.dumps(attn.config())))
+    again.load_state_dict(attn.state_dict())
+    assert again.config() == attn.config()
+    assert torch.equal(again(q, k, v), attn(q, k, v))
+    assert torch.equal(copy.deepcopy(attn)(q, k, v), attn(q, k, v))
+
+
+def test_facts_are_those_of_the_parts():
+    attn = HeadGroups(D, 2, groups=[{"heads": [0], "mechanism": "nystrom"}, {"heads": [1], "mechanism": "taylor"}])
+    assert not attn.causal and not attn.recurrent
+    q, k, v = inputs(heads=2)
+    with pytest.raises(ValueError, match="cannot be causal"):
+        attn(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"heads": [0, 1], "mechanism": "taylor"}], "exactly once"),
+        ([{"heads": [0, 0, 1, 2, 3], "mechanism": "taylor"}], "exactly once"),
+        ([{"mechanism": "taylor"}], "must list its KV heads"),
+        ([{"heads": [0, 1, 2, 3]}], "must name its mechanism"),
+    ],
+)
+def test_wrong_groups_are_refused(groups, message):
+    with pytest.raises(ValueError, match=message):
+        HeadGroups(D, H, groups=groups)
+
+
+def test_uncalibrated_balance_says_what_to_do():
+    attn = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": "taylor"}], balance=True)
+    with pytest.raises(RuntimeError, match="calibrate"):
+        attn(*inputs())

@@ -1,0 +1,82 @@
+"""What `plan`, `error` and `bench` say of files and numbers that are not what they expect."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from subquad.cli import main
+
+pytest.importorskip("safetensors")
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr as one line)."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, " ".join(err.replace("│", " ").split())
+
+
+def saved(path: Path, keys: int = 40, spoilt: str = "") -> str:
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: 0.3 * torch.randn(1, 1, n, 8, generator=generator) for name, n in (("q", 40), ("k", keys), ("v", keys))
+    }
+    if spoilt:
+        tensors[spoilt][0, 0, 3, 2] = float("nan")
+    save_file(tensors, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("spoilt", ["q", "k", "v"])
+@pytest.mark.parametrize("name", [["error", "--num-features", "16"], ["plan", "taylor"]])
+def test_an_input_that_is_not_finite_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: list[str], spoilt: str
+) -> None:
+    status, _, said = command(capsys, *name, "--file", saved(tmp_path / "x.safetensors", spoilt=spoilt))
+    assert status == 2
+    assert f"{spoilt} must be finite; 1 of its 320 entries" in said
+    assert "scale" not in said
+
+
+@pytest.mark.parametrize("name", ["plan", "error"])
+def test_a_folder_is_not_called_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert "this is a folder" in command(capsys, name, "--file", str(tmp_path))[2]
+    assert "there is no such file" in command(capsys, name, "--file", str(tmp_path / "none"))[2]
+
+
+ERROR = ("error", "--features", "positive", "--num-features", "16", "--heads", "1", "--head-dim", "8")
+
+
+def test_error_says_first_how_much_of_the_input_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = command(capsys, *ERROR, "--length", "1500", "--draws", "1")
+    assert status == 0
+    assert out.splitlines()[1] == "all 1500 tokens are measured"
+    assert "one draw;" in out and "1 draws" not in out
+    out = command(capsys, *ERROR, "--length", "60", "--tokens", "32", "--draws", "2")[1]
+    assert out.splitlines()[1] == "the first 32 of 60 tokens are measured"
+    assert "mean of 2 draws" in out
+    file = saved(tmp_path / "cross.safetensors", keys=30)
+    assert command(capsys, *ERROR, "--file", file)[1].splitlines()[1] == "cross attention: 40 queries to 30 keys"
+
+
+def test_error_with_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, said = command(capsys, "error", "--features", "none")
+    assert status == 2 and "leaves nothing to measure" in said
+    status, out, said = command(capsys, "error", "taylor", "--features", "none", "--length", "40", "--heads", "1")
+    assert status == 0 and "taylor" in out, said
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "..", ".x"])
+def test_a_saved_bench_stays_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    inside = tmp_path / "one" / "two" / "three"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    status, _, said = command(capsys, "bench", "linear", "--lengths", "8", "--save", name)
+    assert status == 2 and "not a path" in said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
