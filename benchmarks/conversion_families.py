@@ -22,22 +22,20 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib
 import inspect
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import unittest
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from conversion_testers import cases, families, models, padded, prompts
 from torch import Tensor
 
 import subquad as sq
@@ -59,61 +57,7 @@ class Oracle(StandIn):
         super().__init__(head_dim)
 
 
-# -- building models
-# ----------------------------------------------------------------------------------------------------
-
-
-def families(checkout: Path) -> list[str]:
-    """Folders of tests that have a test of a model."""
-    return sorted({path.parent.name for path in (checkout / "tests" / "models").glob("*/test_modeling_*.py")})
-
-
-def import_test(name: str) -> Any:
-    """A test file of another version of transformers: names that the installed one lacks serve tests that do "
-    "not run."""
-    for _ in range(40):
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            lacking = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
-            if lacking is None:
-                raise
-            setattr(importlib.import_module(lacking[2]), lacking[1], None)
-    raise ImportError(name)
-
-
-def cases(checkout: Path, family: str) -> Iterator[tuple[str, Any]]:
-    """(name, test case that is set up) for every model tester of a family."""
-    sys.path.insert(0, str(checkout))
-    for path in sorted((checkout / "tests" / "models" / family).glob("test_modeling_*.py")):
-        module = import_test(f"tests.models.{family}.{path.stem}")
-        for name, kind in inspect.getmembers(module, inspect.isclass):
-            if kind.__module__ != module.__name__ or not issubclass(kind, unittest.TestCase):
-                continue
-            if getattr(kind, "all_model_classes", None) or getattr(kind, "model_tester_class", None):
-                case: Any = kind("run")
-                case.setUp()
-                if getattr(case, "model_tester", None) is not None and hasattr(case, "_prepare_for_class"):
-                    yield name, case
-
-
-def models(case: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """(class name, a function that makes the model, a batch for it)."""
-    config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
-    # One class, and one that generates: the others put other heads on the same attention.
-    chosen = [*case.all_model_classes[:1], *(getattr(case, "all_generative_model_classes", None) or ())[:1]]
-    for kind in dict.fromkeys(chosen):
-        made = {k: v for k, v in case._prepare_for_class(inputs, kind).items() if v is not None}
-
-        def make(kind: Any = kind) -> Any:
-            torch.manual_seed(0)
-            return kind(copy.deepcopy(config)).eval()
-
-        yield kind.__name__, make, made
-
-
-# -- comparing
-# ----------------------------------------------------------------------------------------------------------
+# -- comparing --
 
 
 def tensors(out: Any, name: str = "") -> dict[str, Tensor]:
@@ -186,31 +130,13 @@ def logits_of(out: Any) -> dict[str, Tensor]:
     return {str(i): x for i, x in enumerate(() if logits is None else logits)}
 
 
-def prompts(case: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs of generation: those that the family's own generation tests use."""
-    prepare = getattr(case, "prepare_config_and_inputs_for_generate", None)
-    if prepare is None:
-        return {k: v for k, v in inputs.items() if k != "labels"}
-    return {k: v for k, v in prepare(batch_size=2)[1].items() if v is not None}
+# -- one model --
 
 
-def padded(inputs: dict[str, Any]) -> dict[str, Any] | None:
-    ids = inputs.get("input_ids")
-    if (
-        not isinstance(ids, Tensor)
-        or ids.dim() != 2
-        or ids.shape[1] < 5
-        or ids.shape[0] < 2
-        or "pixel_values" in inputs
-    ):
-        return None
-    mask = torch.ones_like(ids)
-    mask[-1, :2] = 0
-    return {**inputs, "attention_mask": mask}
-
-
-# -- one model
-# ----------------------------------------------------------------------------------------------------------
+def saved_and_loaded(model: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return type(model).from_pretrained(folder).eval()
 
 
 def attempt(row: dict[str, Any], name: str, run: Callable[[], str | None]) -> None:
@@ -301,13 +227,12 @@ def judge(case: Any, make: Callable[[], Any], inputs: dict[str, Any]) -> dict[st
             attempt(row, name, generation)
 
     def loaded() -> str | None:
+        if difference(forward(saved_and_loaded(make()), inputs), wanted) > 1e-5:
+            return None  # the exact model does not come back as it was either
         other = make()
         sq.hf.convert(other, "linear", calibration=[inputs])
         right = forward(other, inputs)
-        with tempfile.TemporaryDirectory() as folder:
-            other.save_pretrained(folder)
-            again = sq.hf.load(folder).eval()
-        return verdict(difference(forward(again, inputs), right), 1e-5)
+        return verdict(difference(forward(saved_and_loaded(other), inputs), right), 1e-5)
 
     attempt(row, "loaded", loaded)
     return row
@@ -339,8 +264,7 @@ def run_family(checkout: Path, family: str) -> list[dict[str, Any]]:
     return rows
 
 
-# -- all of them
-# --------------------------------------------------------------------------------------------------------
+# -- all of them --
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conversion_families import import_test
+from conversion_testers import import_test
 
 import subquad as sq
 

@@ -51,8 +51,7 @@ def jetmoe() -> Any:
     return built(tf.JetMoeForCausalLM, config)
 
 
-# -- 1. keys that are rebuilt between the cache and the attention
-# ---------------------------------------------------------
+# -- 1. keys that are rebuilt between the cache and the attention --
 
 
 @pytest.mark.parametrize("family", [deepseek, jetmoe])
@@ -83,8 +82,7 @@ def test_tokens_that_were_counted_and_never_attended_to_are_an_error() -> None:
         converted.after(module, (), None)
 
 
-# -- 2. causality is what a layer does, not an attribute
-# ----------------------------------------------------------------
+# -- 2. causality is what a layer does, not an attribute --
 
 
 def splinter() -> Any:
@@ -129,8 +127,7 @@ def test_a_decoder_is_found_to_be_causal_by_changing_tokens() -> None:
     assert [layer.is_causal for layer in looked(make("gpt2"))] == [True] * 3
 
 
-# -- 3, 10, 11. what softmax attention of q and k is not stays exact
-# -----------------------------------------------------
+# -- 3, 10, 11. what softmax attention of q and k is not stays exact --
 
 
 def gpt_oss() -> Any:
@@ -201,8 +198,7 @@ def test_layers_that_take_the_keys_of_others_stay_exact() -> None:
     torch.testing.assert_close(torch.stack(out[1].logits), torch.stack(out[0].logits), rtol=1e-3, atol=1e-3)
 
 
-# -- 4, 5. masks
-# --------------------------------------------------------------------------------------------------------
+# -- 4, 5. masks --
 
 
 def test_a_prompt_whose_tokens_all_see_each_other_keeps_its_mask_with_a_cache() -> None:
@@ -253,8 +249,7 @@ def test_layers_that_are_not_converted_keep_their_own_masks() -> None:
         torch.testing.assert_close(model(**inputs).logits, exact(**inputs).logits, rtol=1e-3, atol=1e-3)
 
 
-# -- 6, 7. autocast and compile
-# -----------------------------------------------------------------------------------------
+# -- 6, 7. autocast and compile --
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -285,8 +280,7 @@ def test_a_decoder_compiles_with_its_default_cache() -> None:
     torch.testing.assert_close(step, right, rtol=1e-4, atol=1e-4)
 
 
-# -- 8. wrappers
-# --------------------------------------------------------------------------------------------------------
+# -- 8. wrappers --
 
 
 class Wrapper(nn.Module):
@@ -313,8 +307,7 @@ def test_a_model_inside_a_wrapper_is_saved_as_what_it_is(tmp_path: Path) -> None
     assert "subquad_conversion" not in wrapper.inner.config.to_dict()
 
 
-# -- 9. reports of layers with other numbers of queries than keys
-# --------------------------------------------------------
+# -- 9. reports of layers with other numbers of queries than keys --
 
 
 def test_calibration_where_queries_and_keys_differ_in_number() -> None:
@@ -334,8 +327,7 @@ def test_calibration_where_queries_and_keys_differ_in_number() -> None:
         assert all(layer.error is not None for layer in report.layers if layer.mechanism is not None)
 
 
-# -- 12. names
-# ----------------------------------------------------------------------------------------------------------
+# -- 12. names --
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "vit"])
