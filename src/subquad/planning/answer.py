@@ -10,6 +10,7 @@ from typing import Any
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from ..plain_text import aligned
+from . import cost
 from .cost import TimeEstimate
 
 __all__ = ["SLACK", "Choice", "Plan", "setting_in_words"]
@@ -163,7 +164,8 @@ class Plan:
 
     def _gain(self, choice: Choice) -> str:
         gain = self.exact.seconds / choice.seconds
-        return f"{gain:.1f}x faster than softmax" if gain >= 1.05 else "no faster than softmax"
+        about = "about " if self.length > cost.LENGTHS[-1] else ""
+        return f"{about}{gain:.1f}x faster than softmax" if gain >= 1.05 else "no faster than softmax"
 
     @property
     def verdict(self) -> str:
@@ -208,6 +210,8 @@ class Plan:
                 f"{self.length} tokens are more than were measured: errors are carried on with their growth from "
                 f"{self.tokens // self.stretches} to {self.tokens} tokens"
             )
+        if self.length > cost.LENGTHS[-1]:
+            found.insert(2, f"times are carried on from up to {cost.LENGTHS[-1]} tokens; the JSON has their range")
         best = self.best
         if best is not None and best.needs_calibration:
             found.append("before use: call calibrate(q, k) on sample data")
@@ -254,4 +258,4 @@ class Plan:
         kept = good[:SHOWN]
         kept += [self.exact] if self.exact not in kept else []
         shown = self._table(kept + rest[: max(2, SHOWN - len(kept))], details=False)
-        return "\n".join([self.verdict, "", *shown, *self.notes[:2]])
+        return "\n".join([self.verdict, "", *shown, *self.notes[: 3 if self.length > cost.LENGTHS[-1] else 2]])
