@@ -39,7 +39,9 @@ static void times_rows(long rows, long terms, const float* weights, long ldw, co
 // The most keys that a query evaluates of `far` clustered ones.
 SQ_INLINE long most_keys(const SqMultipole& p, long far) {
   if (p.exact_keys >= 0) return p.exact_keys;
-  const long some = far * 3 / 8, many = far / 32 > 256 ? far / 32 : 256;
+  // Causal queries have their own chunk exact beside them.
+  const long some = p.causal ? far / 4 : far * 3 / 8, least = p.causal ? 160 : 256, part = far / (p.causal ? 48 : 32);
+  const long many = part > least ? part : least;
   return some < many ? some : many;
 }
 

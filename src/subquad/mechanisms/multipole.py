@@ -85,8 +85,8 @@ class Multipole(Mechanism):
 
     chunk:      keys per chunk; clusters are made of complete chunks, everything else is exact
     clusters:   clusters per chunk
-    exact_keys: the most keys per query that are evaluated exactly beside those; None = 3/8 of the clustered ones it
-                sees, at most 256 or a 32nd of them, whichever is more; with `error` any number
+    exact_keys: the most keys per query that are evaluated exactly beside those. None: of the n clustered keys that it
+                sees min(3n/8, max(256, n/32)), in causal calls min(n/4, max(160, n/48)); with `error` any number
     error:      relative squared error |out - exact|^2 / |exact|^2 to keep to: clusters are evaluated key by key until
                 the expected error is below it. 0 is exact attention
     cap:        limit of the second-order term; scores in the hundreds need one
@@ -131,7 +131,7 @@ class Multipole(Mechanism):
         kv_heads: int | None = None,
         *,
         chunk: int = 512,
-        clusters: int = 32,
+        clusters: int = 24,
         exact_keys: int | None = None,
         error: float | None = None,
         cap: float = 3.0,

@@ -91,6 +91,8 @@ class Spec(NamedTuple):
         """
         if self.exact_keys is not None:
             return self.exact_keys
+        if self.causal:  # the own chunk is exact as well
+            return min(far // 4, max(160, far // 48))
         return min(3 * far // 8, max(256, far // 32))
 
     def starts(self) -> Tensor:

@@ -32,7 +32,7 @@ from ..tried import Tried, candidates, defaults, make
 from ..words import crossing, dot, milliseconds, times
 from .machine import gemm_rate
 
-__all__ = ["FORMS", "SECTION", "attention_bytes", "crossovers", "operations", "points"]
+__all__ = ["FORMS", "PASS", "SECTION", "attention_bytes", "crossovers", "operations", "points"]
 
 NAME = "speed"
 FORMS = {
