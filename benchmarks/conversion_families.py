@@ -7,9 +7,8 @@ CHECKOUT is a git checkout of transformers, for its `tests` folder: its model te
 every architecture and a batch for it. For the first class of each, and for one that generates:
 
     softmax   converted to "softmax", the model gives the same bits
-    oracle    with exact attention in the converted path (hybrid with a window longer than the input where that is
-    possible,
-              an exact mechanism that does not say so where it is not), it gives the same numbers
+    oracle    with exact attention in the converted path (a mechanism that is exact and does not say so), it gives
+              the same numbers
     padding   the same on a batch with padding on the left
     greedy, beam   generation gives the logits of the exact model, with the cache and without
     loaded    saved and loaded, it gives the same bits

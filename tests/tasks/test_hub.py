@@ -86,7 +86,7 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'subquad\[train\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "subquad\[train\]"'):
         get_task("text").from_options({"data": "hub:a/b"}).examples("train")
 
 
