@@ -194,7 +194,7 @@ def load(folder: str | os.PathLike[str], **options: Any) -> Any:
     """
     config = read_config(folder)
     if NOTE in config and (Path(folder) / "modules.json").is_file():
-        from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
+        from sentence_transformers import SentenceTransformer
 
         return SentenceTransformer(str(folder), trust_remote_code=True, **options)
     if NOTE not in config and config.get("model_type") != "subquad":

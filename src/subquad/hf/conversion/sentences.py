@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sentence_transformers.base.modules import Transformer  # type: ignore[import-not-found]
+from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from .positions import InterpolatedEmbedding, interpolate_positions
@@ -17,7 +17,7 @@ from .positions import InterpolatedEmbedding, interpolate_positions
 __all__ = ["ConvertedTransformer", "is_transformer", "mark_converted", "mark_exact", "take_longer_texts"]
 
 
-class ConvertedTransformer(Transformer):  # type: ignore[misc]
+class ConvertedTransformer(Transformer):
     """sentence-transformers' module around a transformers model, whose attention is converted. Made by `convert`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
