@@ -32,6 +32,7 @@ __all__ = [
     "check_continues",
     "check_fits",
     "check_same",
+    "check_tokens_join",
     "finite",
     "join",
     "masked",
@@ -381,6 +382,16 @@ def check_same(earlier: Any, later: Any) -> None:
     if isinstance(earlier, State) and earlier.holds().shape != later.holds().shape:
         mine, theirs = (describe_shape(x.holds()) for x in (earlier, later))
         raise ValueError(f"merge: the states differ in batch, heads or value width: {mine} and {theirs}")
+
+
+def check_tokens_join(earlier: Any, later: Any) -> None:
+    """Refuse to merge states that hold tokens, k (B, H, ., D) and v (B, H, ., E), of another batch, heads or width."""
+    for name in ("k", "v"):
+        mine, theirs = getattr(earlier, name), getattr(later, name)
+        if mine.shape[:2] != theirs.shape[:2] or mine.shape[-1] != theirs.shape[-1]:
+            raise ValueError(
+                f"merge: {name} differs in batch, heads or width: {describe_shape(mine)} and {describe_shape(theirs)}"
+            )
 
 
 def merge(earlier: Any, later: Any) -> Any:

@@ -26,7 +26,7 @@ from ..kernels.checkpointing import tracing
 from ..kernels.kmeans import ClusterDraw
 from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, inspect
 from ..kernels.operator import Call
-from ..state import check_continues, check_fits, check_same, register_state
+from ..state import check_continues, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism
 
 __all__ = ["Multipole", "MultipoleState"]
@@ -58,13 +58,7 @@ class MultipoleState:
     def merge(self, later: MultipoleState) -> MultipoleState:
         """This context followed by `later`'s, whose chunks are cut anew: they are counted from the first key of all."""
         check_same(self, later)
-        for name in ("k", "v"):
-            mine, theirs = getattr(self, name), getattr(later, name)
-            if mine.shape[:2] != theirs.shape[:2] or mine.shape[-1] != theirs.shape[-1]:
-                raise ValueError(
-                    f"merge: {name} differs in batch, heads or width: {checks.describe_shape(mine)} and "
-                    f"{checks.describe_shape(theirs)}"
-                )
+        check_tokens_join(self, later)
         done = self.complete()
         return replace(
             self,
@@ -96,7 +90,8 @@ class Multipole(Mechanism):
     seed:       integer or torch.Generator; None takes one integer from torch's generator
 
     The result does not depend on batch, padding, threads or how a sequence is cut. `scan` keeps all keys: its memory
-    grows with the context, its time per token with the number of clusters. Below some 500 tokens `softmax` is faster.
+    and its time per call grow with the context. Prefill in long pieces is fast, single tokens are not: a step lays out
+    all keys anew and is slower than a key-value cache. Below some 500 tokens `softmax` is faster.
     On keys without any structure (isotropic, sharp) nothing but softmax is accurate, and `error` says so by its price.
 
     >>> import torch, subquad as sq

@@ -14,12 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from .. import checks
 from ..features.precision import compute_dtype
 from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
-from ..state import check_continues, check_fits, check_same, register_state
+from ..state import check_continues, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism, check_call
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
@@ -37,13 +36,7 @@ class KVState:
     def merge(self, later: KVState) -> KVState:
         """This context followed by `later`'s."""
         check_same(self, later)
-        for name in ("k", "v"):
-            mine, theirs = getattr(self, name), getattr(later, name)
-            if mine.shape[:2] != theirs.shape[:2] or mine.shape[-1] != theirs.shape[-1]:
-                raise ValueError(
-                    f"merge: {name} differs in batch, heads or width: {checks.describe_shape(mine)} and "
-                    f"{checks.describe_shape(theirs)}"
-                )
+        check_tokens_join(self, later)
         return KVState(
             torch.cat([self.k, later.k], -2),
             torch.cat([self.v, later.v], -2),
