@@ -132,21 +132,22 @@ constexpr long TOKENS = 64;  // whose scores are formed together
 static ChunkScratch chunk_scratch(const SqMultipole& p, float* memory, long* floats) {
   ChunkScratch s;
   s.ldk = padded(p.dim, VL);
-  s.ldt = odd_lines(p.chunk);
+  const long chunk = p.chunk < p.length_k ? p.chunk : p.length_k;  // a chunk longer than the input is never complete
+  s.ldt = odd_lines(chunk);
   long used = 0;
   auto take = [&](long n) {
     float* at = memory ? memory + used : nullptr;
     used += padded(n, 16);
     return at;
   };
-  s.rows = take(p.chunk * s.ldk);
+  s.rows = take(chunk * s.ldk);
   s.panel = take(p.dim * s.ldt);
   s.scores = take(p.clusters * TOKENS);
   s.means = take(p.clusters * s.ldk);
   s.bias = take(p.clusters);
   s.middle = take(s.ldk);
   s.assigned = (int32_t*)take(s.ldt);
-  s.count = (int32_t*)take(p.clusters + p.chunk / p.largest + 1);
+  s.count = (int32_t*)take(p.clusters + chunk / p.largest + 1);
   *floats = used;
   return s;
 }

@@ -284,6 +284,7 @@ def test_nan_is_seen_and_reaches_no_earlier_query():
     [
         ({"clusters": 100, "chunk": 64}, "clusters=100 must be at most chunk=64"),
         ({"chunk": 1}, "chunk must be at least 2"),
+        ({"chunk": 10**9}, "chunk must be at most 65536"),
         ({"exact_keys": -1}, "exact_keys must be at least 0"),
         ({"error": -0.1}, "error must be between 0 and inf, got -0.1"),
         ({"error": float("nan")}, "error must be between 0 and inf, got nan"),
@@ -299,3 +300,16 @@ def test_wrong_options_say_what_is_expected(options, message):
 def test_a_number_is_a_number():
     with pytest.raises(TypeError, match="error must be a number, got 'small' of type str"):
         sq.create("multipole", 16, error="small")
+
+
+def test_a_chunk_longer_than_the_input_is_exact_attention():
+    q, k, v = draw(length=70)
+    attn = sq.create("multipole", 16, chunk=1 << 16, seed=0)
+    for backend in (None, "chunked"):
+        assert (attn(q, k, v, backend=backend) - exact_attention(q, k, v)).abs().max() < 1e-5
+
+
+def test_inspect_refuses_what_the_call_refuses():
+    q, k, v = draw(length=70)
+    with pytest.raises(ValueError, match="as many queries as keys, got 5 and 70"):
+        sq.create("multipole", 16, seed=0).inspect(q[:, :, :5], k, v, is_causal=True)

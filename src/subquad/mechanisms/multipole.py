@@ -136,6 +136,8 @@ class Multipole(Mechanism):
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
         checks.check_positive("chunk", chunk, 2)
+        if chunk > 1 << 16:
+            raise ValueError(f"chunk must be at most {1 << 16}, got {chunk}: keys of incomplete chunks are all exact")
         checks.check_positive("clusters", clusters)
         if clusters > chunk:
             raise ValueError(f"clusters={clusters} must be at most chunk={chunk}: a chunk has no more keys than that")
@@ -237,6 +239,8 @@ class Multipole(Mechanism):
         """
         checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
+        if is_causal and q.shape[2] != k.shape[2]:
+            raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
         call = Call(self.resolve_scale(scale), key_mask)
         with torch.no_grad(), full_precision(q):
             return inspect(self._spec(causal=is_causal), call, q, k, v)

@@ -113,7 +113,8 @@ class Chunked(Backend[Spec]):
         def single(q: Tensor, keys: Tensor, values: Tensor, dense: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
             """Scores with single keys (B, Hq, T, chunk + T), and their values (B, H, chunk + T, E)."""
             start = dense[:, :1]  # later queries of the block do not begin earlier
-            place = start + torch.arange(spec.chunk + q.shape[2], device=q.device)  # (B, chunk + T)
+            width = min(spec.chunk, keys.shape[2]) + q.shape[2]
+            place = start + torch.arange(width, device=q.device)  # (B, chunk + T)
             seen = (place.unsqueeze(1) >= dense.unsqueeze(-1)) & (place.unsqueeze(1) < end.unsqueeze(-1))
             index = place.clamp(max=max(keys.shape[2] - 1, 0))[:, None].expand(-1, keys.shape[1], -1)
             near_k, near_v = take(keys, index), take(values, index)
