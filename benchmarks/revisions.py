@@ -108,6 +108,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[name for name, _ in CASES], help="mechanisms")
+    parser.add_argument("--what", nargs="+", default=["forward", "backward", "step"])
     parser.add_argument("--worker")
     given = parser.parse_args()
     if given.worker:
@@ -115,12 +117,10 @@ def main() -> None:
         return
     trees = [Tree(source) for source in given.sources]
     shape = {"length": given.length, "heads": given.heads, "threads": given.threads}
-    for name, options in CASES:
+    calls = [(what, causal) for what in given.what for causal in (False, True) if causal or what != "step"]
+    for name, options in [case for case in CASES if case[0] in given.only]:
         for dim in given.dims:
-            for what, causal in (
-                *((what, causal) for what in ("forward", "backward") for causal in (False, True)),
-                ("step", True),
-            ):
+            for what, causal in calls:
                 asked = {**shape, "name": name, "options": options, "dim": dim, "what": what, "causal": causal}
                 found = race(trees, asked, given.rounds, "wall" if given.busy else "cpu")
                 times = "  ".join(f"{1e3 * seconds:9.2f} ms" for seconds in found)
