@@ -61,7 +61,7 @@ static Way cut_way(const SqMultipole& p, const Plan& plan, float* memory, long* 
   w.dq = take(w.k.most * plan.ldk);
   w.slope = take(w.k.most);
   w.norm = take(w.k.most);
-  const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan);
+  const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan, true);
   const long clusters = chosen < columns ? chosen : columns;
   w.key_slopes = take(w.k.most * (chosen + clusters * (VL - 1)) + VL);
   *floats = used;

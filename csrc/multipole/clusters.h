@@ -10,14 +10,18 @@
 namespace SQ_NS::multipole {
 
 SQ_INLINE long padded(long n, long to) { return (n + to - 1) / to * to; }
-// A row stride of an odd number of cache lines: a column then does not fall into a few cache sets only.
-SQ_INLINE long odd_lines(long n) { return padded(n, 16) + (padded(n, 16) / 16 % 2 ? 0 : 16); }
-
 // Matrices that products run over have their columns in panels of PC, one after the other: [columns / PC][rows][PC]. A
 // product reads a panel from one end to the other.
 constexpr long PC = NV * VL;
 SQ_INLINE float* panel_entry(float* x, long rows, long row, long column) {
   return x + (column / PC * rows + row) * PC + column % PC;
+}
+
+// A row stride for n columns in whole panels, an odd number of cache lines: a column then does not fall into a few cache
+// sets only.
+SQ_INLINE long odd_lines(long n) {
+  const long whole = padded(n, PC > 16 ? PC : 16);
+  return whole + (whole / 16 % 2 ? 0 : 16);
 }
 
 // scores[rows][lds] = a[rows][lda] x, with x (dim, columns) in panels; whole panels are written.
@@ -55,6 +59,7 @@ struct Clusters {
   int32_t* slot;    // [columns]: its place among the slots of the call
   float *mean_t, *log_size, *variance, *radius, *level;  // panels of D rows; [ldc]; padding columns have weight 0
   float *spread, *mean_square, *size;                    // [ldc]: summed variance of values, |vbar|^2, n
+  float* mean_variance;  // [chunks + 1]: of the clusters of the first chunks, by their sizes
   float* mean_value;    // [columns][lde]
   float* mean_value_t;  // panels of E rows, where an error is estimated
   float* panels;        // per cluster, per VL keys [D][VL]; lanes without a key are 0
@@ -85,12 +90,13 @@ static long cut(const SqMultipole& p, const Plan& plan, float* memory, Clusters*
   c.panel_at = (long*)take(2 * most);
   c.row_at = (int32_t*)take(most + 1);
   c.slot = (int32_t*)take(most);
-  c.mean_t = take(p.dim * plan.ldc);
+  c.mean_variance = take(plan.chunks + 1);
+  c.mean_t = take(p.dim * padded(plan.ldc, PC));
   float** const arrays[] = {&c.log_size, &c.variance, &c.radius, &c.level, &c.spread, &c.mean_square, &c.size};
   for (float** a : arrays) *a = take(plan.ldc);
   c.mean_value = take(plan.ldc * plan.lde);
   const bool gradient = p.dout.data != nullptr;
-  if (p.error >= 0 || p.estimate || gradient) c.mean_value_t = take(p.width * plan.ldc);
+  if (p.error >= 0 || p.estimate || gradient) c.mean_value_t = take(p.width * padded(plan.ldc, PC));
   c.panels = take(p.dim * (keys + most * (VL - 1)));
   c.values = take(keys * plan.lde);
   c.keys_by_rank = take((p.length_k + p.chunk - 1) / p.chunk * p.dim * plan.ldb);
@@ -117,6 +123,16 @@ static void close_columns(const SqMultipole& p, const Plan& plan, Clusters& c) {
   }
   memset(c.mean_value + c.columns * plan.lde, 0, sizeof(float) * (plan.ldc - c.columns) * plan.lde);
   if (c.mean) memset(c.mean + c.columns * plan.ldk, 0, sizeof(float) * (plan.ldc - c.columns) * plan.ldk);
+}
+
+// Mean variances of the clusters of the first chunks, from the variances of all.
+static void average_variances(Clusters& c) {
+  double sum = 0.0, keys = 0.0;
+  c.mean_variance[0] = 0.0f;
+  for (long chunk = 0; chunk < c.chunks; chunk++) {
+    for (long j = c.first[chunk]; j < c.first[chunk + 1]; j++) sum += (double)c.size[j] * c.variance[j], keys += c.size[j];
+    c.mean_variance[chunk + 1] = (float)(sum / keys);
+  }
 }
 
 // Scratch of one worker for one chunk of keys; ldt: tokens along the lanes.

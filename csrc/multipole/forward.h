@@ -216,6 +216,7 @@ static float* prepare(const SqMultipole& p, Context& x) {
     close_columns(p, plan, plan.heads[head]);
   }
   sq_parallel(heads * x.blocks, p.threads, pack_task, &x);
+  for (long head = 0; head < heads; head++) average_variances(plan.heads[head]);
   return memory;
 }
 

@@ -9,6 +9,7 @@ namespace SQ_NS::multipole {
 constexpr long ROWS = 64;      // queries whose scores with means or dense keys are formed together
 constexpr long GROUP = 256;    // queries that read their chosen clusters together
 constexpr long COLUMNS = 512;  // dense keys whose scores are formed together
+constexpr float SHARP = 3.0f;  // mean second order of a query from which it evaluates twice as many keys
 
 // Which keys the queries of a group see: clusters of the first `chunks` chunks, and the ranks from `dense` on.
 struct Sight {
@@ -52,15 +53,15 @@ static Sight sight_of(const SqMultipole& p, const Clusters& c, long end) {
   return s;
 }
 
-// The most keys that a query of this call evaluates of chosen clusters.
-SQ_INLINE long chosen_keys(const SqMultipole& p, const Plan& plan) {
-  const long keys = plan.chunks * p.chunk, most = most_keys(p, keys);
-  return most < keys ? most : keys;
+// The most keys that a query of this call evaluates of chosen clusters; sharp ones twice as many as the others.
+SQ_INLINE long chosen_keys(const SqMultipole& p, const Plan& plan, bool sharp) {
+  const long keys = plan.chunks * p.chunk, most = most_keys(p, keys) * (sharp && p.exact_keys < 0 ? 2 : 1);
+  return p.forced || most > keys ? keys : most;
 }
 
 // Queries whose chosen scores fit into half of a second-level cache.
 SQ_INLINE long group_size(const SqMultipole& p, const Plan& plan) {
-  const long chosen = chosen_keys(p, plan);
+  const long chosen = chosen_keys(p, plan, false);
   const long fitting = 49152 / (chosen + chosen / 3 + 1);
   return fitting >= GROUP ? GROUP : fitting <= ROWS ? ROWS : fitting / ROWS * ROWS;
 }
@@ -71,7 +72,7 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   k.ldq = plan.ldk;
   k.lds = plan.ldc > COLUMNS ? plan.ldc : odd_lines(COLUMNS);
   k.most = group_size(p, plan);
-  const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan);
+  const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan, true);
   const long entries = k.most * (chosen < columns ? chosen : columns);
   long used = 0;
   auto take = [&](long n) {
@@ -116,6 +117,13 @@ static void load_queries(Group& k) {
 }
 
 SQ_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+// The most keys that query i evaluates. Where scores spread widely inside clusters, single keys are harder to tell.
+SQ_INLINE long keys_of(const Group& k, long i) {
+  const SqMultipole& p = *k.call;
+  const bool sharp = p.exact_keys < 0 && 0.5f * k.square[i] * k.clusters->mean_variance[k.sight.chunks] > SHARP;
+  return most_keys(p, k.sight.dense) * (sharp ? 2 : 1);
+}
 
 // Second order of the log mass: min(cap, |q|^2 variance / 2).
 SQ_INLINE vf second_order(const Group& k, long i, long j) {
@@ -218,7 +226,7 @@ static void select_for_error(Group& k, long i0, long n, long vectors, long colum
       store(k.criterion + j, e);
       total += e;
     }
-    select_by_error(c, k.criterion, hsum(total), p.error * norm, columns, most_keys(p, k.sight.dense), k.list, k.selection[i0 + r]);
+    select_by_error(c, k.criterion, hsum(total), p.error * norm, columns, keys_of(k, i0 + r), k.list, k.selection[i0 + r]);
   }
 }
 
@@ -240,7 +248,7 @@ static void far_masses(Group& k, long i0, long n) {
     log_masses(k, i0 + r, row, vectors, &k.far.peak[i0 + r], &top);
     if (p.forced) take_forced(k, i0 + r, columns);
     else if (p.error < 0)
-      select_by_keys(c, k.criterion, top, columns, most_keys(p, k.sight.dense), k.list, k.depth, k.selection[i0 + r]);
+      select_by_keys(c, k.criterion, top, columns, keys_of(k, i0 + r), k.list, k.depth, k.selection[i0 + r]);
   }
   if (!p.forced && p.error > 0) select_for_error(k, i0, n, vectors, columns);
   for (long r = 0; r < n; r++) {

@@ -46,7 +46,7 @@ def exact_attention(q, k, v, **call):
 
 
 @needs_native
-@pytest.mark.parametrize("options", [{"exact_keys": 40}, {"exact_keys": 0}, {"error": 0.03}])
+@pytest.mark.parametrize("options", [{"exact_keys": 40}, {"exact_keys": 0}, {}, {"error": 0.03}])
 @pytest.mark.parametrize("causal", [False, True])
 def test_both_ways_to_choose_agree(options, causal):
     attn = sq.create("multipole", 16, chunk=64, clusters=8, seed=1, **options)
@@ -112,6 +112,43 @@ def test_more_exact_keys_than_keys_is_softmax():
         exact = exact_attention(q, k, v, is_causal=causal)
         for backend in ("reference", "chunked", None):
             assert (attn(q, k, v, is_causal=causal, backend=backend) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["native", "chunked"])
+def test_given_choices_are_kept(backend, causal):
+    """Any clusters and any selection, also such as no query would choose: outputs and gradients of the definition."""
+    if backend == "native" and library.missing():
+        pytest.skip(library.missing())
+    attn = sq.create("multipole", 16, chunk=32, clusters=4, exact_keys=8, seed=0)
+    tensors = draw(heads=4, kv_heads=2, length=150)
+    call, g = Call(0.25), torch.Generator().manual_seed(5)
+    own = reference.choose(attn._spec(causal=causal), call, *tensors)
+    given = own._replace(
+        selection=(torch.rand(own.selection.shape, generator=g) < 0.5)
+        & (own.sizes > 0).flatten(2).repeat_interleave(2, 1).unsqueeze(2)
+    )
+    spec = attn._spec(causal=causal, known=given)
+    way = torch.randn(1, 4, 150, 16, generator=g)
+    found = []
+    for name in ("reference", backend):
+        args = [x.double() if name == "reference" else x.clone() for x in tensors]
+        args = [x.requires_grad_() for x in args]
+        out = BACKENDS[name].attend(spec, call, *args)
+        found.append((out, *torch.autograd.grad(out, args, way.to(out.dtype))))
+    assert (found[0][0] - reference.Reference().attend(attn._spec(causal=causal), call, *tensors)).abs().max() > 1e-3
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5
+
+
+def test_sharp_queries_take_twice_as_many_keys():
+    q, k, v = draw(length=4096, heads=1)
+    attn = sq.create("multipole", 16, chunk=256, clusters=12, seed=0)
+    blunt, sharp = (attn.inspect(s * q, k, v).exact_keys.float().mean() for s in (0.5, 4.0))
+    assert blunt <= 256
+    assert 1.9 * blunt < sharp <= 512
+    fixed = sq.create("multipole", 16, chunk=256, clusters=12, exact_keys=100, seed=0)
+    assert fixed.inspect(4.0 * q, k, v).exact_keys.max() <= 100
 
 
 def test_all_backends_are_listed_and_named():

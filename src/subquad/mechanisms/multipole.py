@@ -80,7 +80,8 @@ class Multipole(Mechanism):
     chunk:      keys per chunk; clusters are made of complete chunks, everything else is exact
     clusters:   clusters per chunk
     exact_keys: the most keys per query that are evaluated exactly beside those. None: of the n clustered keys that it
-                sees min(3n/8, max(256, n/32)), in causal calls min(n/4, max(160, n/48)); with `error` any number
+                sees min(3n/8, max(256, n/32)), in causal calls min(n/4, max(160, n/48)), twice as many for queries
+                whose scores spread widely inside clusters; with `error` any number
     error:      relative squared error |out - exact|^2 / |exact|^2 to keep to: clusters are evaluated key by key until
                 the expected error is below it. 0 is exact attention
     cap:        limit of the second-order term; scores in the hundreds need one

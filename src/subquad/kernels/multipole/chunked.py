@@ -46,7 +46,7 @@ def _gathered(
     """Ranks of the keys of chosen clusters (B, Hq, T, exact_keys), and which of them are there."""
     size = (stats.size.repeat_interleave(groups, 1).unsqueeze(2) * selection).long()  # (B, Hq, T, N)
     ends = size.cumsum(-1)
-    number = torch.arange(spec.most_keys(members.shape[-1]), device=size.device)
+    number = torch.arange(spec.most_keys(members.shape[-1], sharp=True), device=size.device)
     number = number.expand(*size.shape[:3], -1).contiguous()
     column = torch.searchsorted(ends, number, right=True).clamp(max=size.shape[-1] - 1)
     inside = number - (ends - size).gather(-1, column)
@@ -103,7 +103,12 @@ class Chunked(Backend[Spec]):
         groups, chunks = q.shape[1] // k.shape[1], choices.order.shape[2]
         members, first = _members(spec, choices)
         # With most keys exact, or any number of them, a mask over all clustered keys is less work than gathering.
-        gather = spec.error is None and 2 * spec.most_keys(chunks * spec.chunk) < chunks * spec.chunk
+        given = [] if spec.known is None or spec.known.selection is None else [spec.known.selection]
+        gather = (
+            not given
+            and spec.error is None
+            and 2 * spec.most_keys(chunks * spec.chunk, sharp=True) < chunks * spec.chunk
+        )
         owner = None
         if chunks and not gather:
             number = spec.slots * torch.arange(chunks, device=q.device)[:, None]
@@ -121,7 +126,9 @@ class Chunked(Backend[Spec]):
             scores = q @ near_k.repeat_interleave(groups, 1).mT
             return scores.masked_fill(~seen.unsqueeze(1), float("-inf")), near_v
 
-        def step(carry: Carry, q: Tensor, chunk_count: Tensor, dense: Tensor, end: Tensor) -> tuple[Carry, Tensor]:
+        def step(
+            carry: Carry, q: Tensor, chunk_count: Tensor, dense: Tensor, end: Tensor, *given: Tensor
+        ) -> tuple[Carry, Tensor]:
             # Handed on unchanged: that is how the gradients of all blocks add up.
             keys, values, stats = carry[0], carry[1], Statistics(*carry[2:])
             chunk_count, dense, end = (x[:, 0, :, 0] for x in (chunk_count, dense, end))
@@ -129,7 +136,7 @@ class Chunked(Backend[Spec]):
             logits = [near]
             if chunks:
                 with torch.no_grad():
-                    selection, _ = chosen(spec, q.to(torch.float32), rounded, chunk_count)
+                    selection = given[0] if given else chosen(spec, q.to(torch.float32), rounded, chunk_count)[0]
                 far = log_masses(spec, q, stats, chunk_count)
                 logits.append(far.masked_fill(selection, float("-inf")))
                 if owner is None:
@@ -161,7 +168,7 @@ class Chunked(Backend[Spec]):
         if q.shape[2] == 0 or k.shape[2] == 0:
             return q.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
         seen = sight(spec, mask, q.shape[2])
-        inputs = [q, *(x[:, None, :, None] for x in seen)]
+        inputs = [q, *(x[:, None, :, None] for x in seen), *given]
         carry = (ranked, ranked_values, *statistics(spec, ranked, ranked_values, choices))
         _, out = scan_chunks(step, carry, inputs, [], call.chunk_size or ROWS)
         assert out is not None

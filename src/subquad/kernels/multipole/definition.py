@@ -14,7 +14,7 @@ that the query chooses. With r_c the distance of a cluster's farthest key and V_
     x_c = s q.mu_c + max(t_c, radius s |q| r_c) + t_c / 2 + log(n_c sqrt(var_c V_c))
 
 orders the clusters, about the logarithm of the error that a mean in place of its keys makes; the first ones are chosen
-as long as their keys together are at most `exact_keys`. Where an `error` is asked for, `expected_error` orders them,
+as long as their keys together are at most `most_keys`. Where an `error` is asked for, `expected_error` orders them,
 with weights raised by e^{radius s |q| r_c / 3 - t_c} where that is more; they are chosen until the rest is below it.
 
 Choices are constants for gradients. They are made in float32 whatever the dtype, the same for every precision.
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 SMALL = 1e-30
+SHARP = 3.0  # mean second order of a query from which it evaluates twice as many keys
 
 
 class Spec(NamedTuple):
@@ -62,7 +63,7 @@ class Spec(NamedTuple):
     radius:     weight of a cluster's farthest key in the order of choice
     draw:       where k-means starts
     causal:     query i stands at key past + i and sees no later one
-    known:      clusters of the first chunks, which stay as they are
+    known:      choices that stand: clusters of the first chunks, or all clusters and the selection among them
     """
 
     chunk: int
@@ -83,17 +84,18 @@ class Spec(NamedTuple):
         """Clusters of one chunk at the most, cut ones included; unused slots are empty."""
         return self.clusters + self.chunk // self.largest
 
-    def most_keys(self, far: int) -> int:
+    def most_keys(self, far: int, sharp: bool = False) -> int:
         """The most keys that a query evaluates of `far` clustered ones.
 
         Few clustered keys need the most of them in proportion, many need more in number: single keys that matter are
-        harder to tell from their clusters.
+        harder to tell from their clusters. So they are where scores spread widely inside clusters: sharp queries, whose
+        mean second order is above `SHARP`, take twice as many.
         """
         if self.exact_keys is not None:
             return self.exact_keys
-        if self.causal:  # the own chunk is exact as well
-            return min(far // 4, max(160, far // 48))
-        return min(3 * far // 8, max(256, far // 32))
+        # When causal, the own chunk is exact as well.
+        most = min(far // 4, max(160, far // 48)) if self.causal else min(3 * far // 8, max(256, far // 32))
+        return 2 * most if sharp else most
 
     def starts(self) -> Tensor:
         """Ranks inside a chunk that k-means starts from, (clusters,) int64."""
@@ -277,6 +279,23 @@ def expected_error(spec: Spec, q: Tensor, stats: Statistics, weight: Tensor, out
     return weight.square() * (growth * _grouped(stats.spread, groups) + (growth / size + 0.25 * t.square()) * away)
 
 
+def _most_keys(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> Tensor:
+    """The most keys that every query evaluates of the clusters of `chunks` (B, L) chunks, (B, Hq, L)."""
+    count = stats.size.shape[-1] // spec.slots
+    chunks = chunks.clamp(max=count)
+    blunt, sharp = (
+        torch.tensor([spec.most_keys(n * spec.chunk, sharp) for n in range(count + 1)], device=q.device)[chunks]
+        for sharp in (False, True)
+    )
+    if spec.exact_keys is not None or not count:
+        return blunt.unsqueeze(1)
+    sums = torch.stack([stats.size * stats.variance, stats.size]).unflatten(-1, (count, -1)).sum(-1).cumsum(-1)
+    mean = torch.nn.functional.pad(sums[0] / sums[1].clamp(min=1), (1, 0))  # (B, H, n + 1): of the first chunks
+    mean = mean.gather(-1, chunks.unsqueeze(1).expand(-1, mean.shape[1], -1))
+    order = 0.5 * q.square().sum(-1) * mean.repeat_interleave(q.shape[1] // mean.shape[1], 1)
+    return torch.where(order > SHARP, sharp.unsqueeze(1), blunt.unsqueeze(1))
+
+
 def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """Clusters that queries q (multiplied by the scale) evaluate key by key: (B, Hq, L, N) bool.
 
@@ -302,9 +321,7 @@ def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Te
         value = expected_error(spec, q, stats, (weight * rise.exp()).clamp(max=1), out)
     order = torch.sort(value.masked_fill(~visible, float("-inf")), dim=-1, descending=True, stable=True)
     keys = (size * visible).gather(-1, order.indices).cumsum(-1)
-    count = stats.size.shape[-1] // spec.slots
-    most = torch.tensor([spec.most_keys(n * spec.chunk) for n in range(count + 1)], device=q.device)
-    fits = keys <= most[chunks.clamp(max=count)][:, None, :, None]
+    fits = keys <= _most_keys(spec, q, stats, chunks).unsqueeze(-1)
     limited = torch.zeros_like(fits[..., :0].any(-1))
     if spec.error is not None:
         left = (value * visible).sum(-1, keepdim=True) - order.values.clamp(min=0).cumsum(-1)

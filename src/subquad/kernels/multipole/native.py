@@ -62,9 +62,17 @@ def _write(call: Multipole, name: str, x: Tensor) -> None:
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, starts: Tensor, order: Tensor, sizes: Tensor, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    starts: Tensor,
+    order: Tensor,
+    sizes: Tensor,
+    options: Options,
+    selection: list[Tensor] | tuple[Tensor, ...] = (),
 ) -> Multipole:
-    """The call for the library; the caller keeps every tensor alive."""
+    """The call for the library; the caller keeps every tensor alive. `selection`: the one that is given, or nothing."""
     whole, real, causal = options
     call = Multipole()
     call.batch, call.heads_q, call.length_q, call.dim = q.shape
@@ -78,6 +86,8 @@ def _call(
         call.key_mask = mask.data_ptr()
         call.mask_batch, call.mask_token = mask.stride()
     call.starts, call.order, call.sizes = starts.data_ptr(), order.data_ptr(), sizes.data_ptr()
+    for x in selection:
+        call.selection, call.forced = x.data_ptr(), 1
     return call
 
 
@@ -87,7 +97,7 @@ def _clusters(k: Tensor, known: list[Tensor], whole: list[int]) -> tuple[Tensor,
     chunks, slots = k.shape[2] // chunk, clusters + chunk // largest
     made = tuple(torch.zeros((*k.shape[:2], chunks, n), dtype=torch.int32, device=k.device) for n in (chunk, slots))
     if known:
-        for x, old in zip(made, known, strict=True):
+        for x, old in zip(made, known[:2], strict=True):
             x[:, :, : old.shape[2]] = old
     return made[0], made[1]
 
@@ -114,7 +124,7 @@ def call_forward(
     out, norm, order, sizes = _outputs(q, k, v, whole, keep)
     if known:
         order, sizes = _clusters(k, known, whole)
-    call = _call(q, k, v, mask, starts, order, sizes, (whole, real, causal))
+    call = _call(q, k, v, mask, starts, order, sizes, (whole, real, causal), known[2:])
     _write(call, "out", out)
     if keep:
         call.log_norm = norm.data_ptr()
@@ -139,7 +149,7 @@ def multipole(
 
     q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E): float32, bfloat16 or float16, any strides
     mask:   (B, S) bool or empty; starts: (clusters,) int32, ranks that k-means starts from
-    known:  [order, sizes] of the first chunks, or []
+    known:  [order, sizes] of the first chunks, or of all and the selection (B, Hq, L, n * slots) bool, or []
     whole, real, causal: `Options`
     keep:   a backward will follow: out is float32, and the log normaliser (B, Hq, L) is kept
 
@@ -165,8 +175,8 @@ def call_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward itself; see `multipole_backward`."""
-    q, k, v, out, norm, order, sizes = saved
-    call = _call(q, k, v, mask, starts, order, sizes, (whole, real, causal))
+    q, k, v, out, norm, order, sizes, *selection = saved
+    call = _call(q, k, v, mask, starts, order, sizes, (whole, real, causal), selection)
     # Sums over queries are formed in float32 whatever the dtype of the inputs.
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     grad = grad.contiguous()
@@ -187,7 +197,7 @@ def multipole_backward(
     real: list[float],
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `multipole`: saved = [q, k, v, out, log normaliser, order, sizes]."""
+    """Gradients of `multipole`: saved = [q, k, v, out, log normaliser, order, sizes], and the selection if given."""
     return call_backward(grad, saved, mask, starts, whole, real, causal)
 
 
@@ -213,7 +223,7 @@ def _(info: Any, in_dims: Any, grad: Any, saved: Any, mask: Any, starts: Any, *r
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     q, k, v, mask, starts, known, whole, real, causal, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, mask, starts)
+    ctx.save_for_backward(q, k, v, *output, *known[2:], mask, starts)
     ctx.options, ctx.known = (whole, real, causal), len(known)
 
 
@@ -239,7 +249,7 @@ class _Functional(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
         options, q, k, v, mask, starts, *known = inputs
-        ctx.save_for_backward(q, k, v, *output, mask, starts)
+        ctx.save_for_backward(q, k, v, *output, *known[2:], mask, starts)
         ctx.options, ctx.known = options, len(known)
         ctx.mark_non_differentiable(*output[1:])
 
@@ -269,7 +279,7 @@ def _library() -> Any:
 def _arguments(spec: Spec, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Mask, starts and known clusters as the operators take them."""
     mask = torch.empty(0, dtype=torch.bool) if call.key_mask is None else call.key_mask
-    known = [] if spec.known is None else [x.contiguous() for x in spec.known[:2]]
+    known = [] if spec.known is None else [x.contiguous() for x in spec.known if x is not None]
     return mask, spec.starts().to(torch.int32), known
 
 
