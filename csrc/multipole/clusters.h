@@ -52,6 +52,7 @@ struct Clusters {
   long* first;      // [chunks + 1]: first column of a chunk
   long* panel_at;   // [columns]: where a cluster's panel stands in `panels`
   int32_t* row_at;  // [columns + 1]: its first row in `values`
+  long* value_at;   // [columns]: where its values stand, if they are not one array; or null
   int32_t* slot;    // [columns]: its place among the slots of the call
   float *mean_t, *log_size, *variance, *radius, *level;  // panels of D rows; [ldc]; padding columns have weight 0
   float *spread, *mean_square, *size;                    // [ldc]: summed variance of values, |vbar|^2, n
@@ -85,12 +86,12 @@ static long cut(const SqMultipole& p, const Plan& plan, float* memory, Clusters*
   c.panel_at = (long*)take(2 * most);
   c.row_at = (int32_t*)take(most + 1);
   c.slot = (int32_t*)take(most);
-  c.mean_t = take(p.dim * plan.ldc);
+  c.mean_t = take(p.dim * padded(plan.ldc, PC));
   float** const arrays[] = {&c.log_size, &c.variance, &c.radius, &c.level, &c.spread, &c.mean_square, &c.size};
   for (float** a : arrays) *a = take(plan.ldc);
   c.mean_value = take(plan.ldc * plan.lde);
   const bool gradient = p.dout.data != nullptr;
-  if (p.error >= 0 || p.estimate || gradient) c.mean_value_t = take(p.width * plan.ldc);
+  if (p.error >= 0 || p.estimate || gradient) c.mean_value_t = take(p.width * padded(plan.ldc, PC));
   c.panels = take(p.dim * (keys + most * (VL - 1)));
   c.values = take(keys * plan.lde);
   c.keys_by_rank = take((p.length_k + p.chunk - 1) / p.chunk * p.dim * plan.ldb);

@@ -14,6 +14,7 @@ Related: Hooper et al., "Multipole Attention", 2025; Kang et al., "Fast Multipol
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -24,9 +25,10 @@ from .. import checks
 from ..features.precision import full_precision
 from ..kernels.checkpointing import tracing
 from ..kernels.kmeans import ClusterDraw
-from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, inspect
+from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, inspect, paged
+from ..kernels.multipole.pages import Pages, begin
 from ..kernels.operator import Call
-from ..state import check_continues, check_fits, check_same, check_tokens_join, register_state
+from ..state import check_continues, check_crop, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism
 
 __all__ = ["Multipole", "MultipoleState"]
@@ -37,6 +39,9 @@ class MultipoleState:
     """All keys and values so far, and the clusters of complete chunks, which are never made again.
 
     k (B, H, S, D), v (B, H, S, E), mask (B, S); order (B, H, n, chunk) and sizes (B, H, n, slots): see `Choices`
+
+    Where the native kernels made it, it holds `Pages` instead, and these tensors are copied from them when somebody
+    asks (a merge, a pytree, a pickle, another device or precision).
     """
 
     k: Tensor
@@ -46,10 +51,61 @@ class MultipoleState:
     sizes: Tensor
     origin: str = ""
 
+    @classmethod
+    def of(cls, pages: Pages, origin: str) -> MultipoleState:
+        """The state whose keys are in `pages`."""
+        made = cls.__new__(cls)
+        made.__dict__.update(pages=pages, origin=origin)
+        return made
+
+    def __getattr__(self, name: str) -> Tensor:
+        pages = self.__dict__.get("pages")
+        if pages is None or name not in ("k", "v", "mask", "order", "sizes"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.__dict__.update(pages.plain())
+        found: Tensor = self.__dict__[name]
+        return found
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.k, self.v, self.mask, self.order, self.sizes, self.origin)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MultipoleState:
+        return (
+            self if self.pages is not None else replace(self, **{x: deepcopy(getattr(self, x), memo) for x in TENSORS})
+        )
+
+    @property
+    def pages(self) -> Pages | None:
+        """The keys in the layout of the native kernels, if these made the state."""
+        return self.__dict__.get("pages")
+
     @property
     def count(self) -> Tensor:
         """(B,) int64: how many real keys there are."""
-        return self.mask.sum(-1)
+        return self.mask.sum(-1) if self.pages is None else torch.tensor(self.pages.counts())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds."""
+        return sum(getattr(self, x).nbytes for x in TENSORS) if self.pages is None else self.pages.nbytes
+
+    def holds(self) -> Tensor:
+        """A tensor (B, H, ., E) that shows the batch, KV heads, value width and dtype of the state."""
+        return self.v if self.pages is None else self.pages.holds()
+
+    def crop(self, length: int) -> MultipoleState:
+        """The state after its first `length` tokens, padding included. Copies at most one chunk."""
+        have = self.mask.shape[1] if self.pages is None else self.pages.tokens
+        check_crop(length, have)
+        if self.pages is not None:
+            return MultipoleState.of(self.pages.crop(length), self.origin)
+        chunks = length // self.order.shape[-1]
+        k, v, mask = self.k[:, :, :length], self.v[:, :, :length], self.mask[:, :length]
+        order, sizes = self.order[:, :, :chunks], self.sizes[:, :, :chunks]
+        # Chunks of which a key was taken back are made again when they are complete.
+        full = torch.arange(1, chunks + 1, device=k.device) * self.order.shape[-1] <= mask.sum(-1, keepdim=True)
+        order, sizes = (x * full[:, None, :, None] for x in (order, sizes))
+        return MultipoleState(k, v, mask, order, sizes, self.origin)
 
     def complete(self) -> int:
         """How many chunks every row has complete: their clusters stay as they are whatever follows."""
@@ -70,6 +126,7 @@ class MultipoleState:
         )
 
 
+TENSORS = ("k", "v", "mask", "order", "sizes")
 register_state(MultipoleState)
 
 
@@ -188,10 +245,27 @@ class Multipole(Mechanism):
     ) -> MultipoleState:
         check_continues(state, MultipoleState, self._origin(scale), "multipole's scan() or absorb()")
         assert isinstance(state, MultipoleState)
-        check_fits(state.v, tokens, heads, width, exactly=True)
+        check_fits(state.holds(), tokens, heads, width, exactly=True)
         return state
 
+    def _pages(self, state: Any, call: Call, k: Tensor, v: Tensor) -> Pages:
+        """The keys of a state, or none, as the native kernels keep them."""
+        if state is None:
+            return begin(self._spec(), call, k, v)
+        if state.pages is not None:
+            kept: Pages = state.pages
+            return kept
+        mask = None if bool(state.mask.all()) else state.mask
+        known = Choices(state.order, state.sizes)
+        return begin(self._spec(), call, k, v).scan(None, state.k.detach(), state.v.detach(), mask, known)[1]
+
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, MultipoleState]:
+        if state is not None:
+            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        if paged(call, q, k, v, state):
+            out, pages = self._pages(state, call, k, v).scan(q, k, v, call.key_mask)
+            assert out is not None
+            return out, MultipoleState.of(pages, self._origin(call.scale))
         after = self._absorb(k, v, state, call)
         known = Choices(after.order, after.sizes)
         spec = self._spec(causal=True, past=after.k.shape[2] - k.shape[2], known=known)
@@ -200,10 +274,15 @@ class Multipole(Mechanism):
         return self._computed(spec, seen, q, after.k, after.v), after
 
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> MultipoleState:
+        if state is not None:
+            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        if paged(call, k, k, v, state):
+            _, pages = self._pages(state, call, k, v).scan(None, k, v, call.key_mask)
+            return MultipoleState.of(pages, self._origin(call.scale))
         mask = call.real(k)
         known = None
         if state is not None:
-            before = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+            before = state
             k, v = torch.cat([before.k, k], 2), torch.cat([before.v, v], 2)
             mask = torch.cat([before.mask, mask], 1)
             if not tracing(k):
@@ -215,6 +294,8 @@ class Multipole(Mechanism):
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         state = self._checked(state, call.scale, q)
+        if state.pages is not None and paged(call, q, q, q, state):
+            return state.pages.read(q)
         seen = call._replace(key_mask=state.mask)
         spec = self._spec(known=Choices(state.order, state.sizes))
         return self._computed(spec, seen, q, state.k, state.v)
