@@ -111,3 +111,7 @@ SQ_API int subquad_multipole_page(const SqMultipolePages* p) { return chosen().m
 SQ_API int subquad_multipole_grow(const SqMultipolePages* from, const SqMultipolePages* to) {
   return chosen().multipole->grow(from, to);
 }
+SQ_API int subquad_multipole_summarise(const SqMultipolePages* p, int64_t clusters, const float* size, const float* mean,
+                                       const float* variance, const float* mean_value) {
+  return chosen().multipole->summarise(p, clusters, size, mean, variance, mean_value);
+}

@@ -58,5 +58,6 @@ struct SqMultipoleKernels {
   int (*cluster)(const SqMultipolePages*);
   int (*page)(const SqMultipolePages*);
   int (*grow)(const SqMultipolePages*, const SqMultipolePages*);
+  int (*summarise)(const SqMultipolePages*, int64_t, const float*, const float*, const float*, const float*);
   int64_t lanes;
 };

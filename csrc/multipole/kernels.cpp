@@ -7,6 +7,6 @@ namespace SQ_NS {
 extern const SqMultipoleKernels multipole_kernels;
 const SqMultipoleKernels multipole_kernels = {multipole::forward, multipole::backward, multipole::statistics_floats,
                                                      multipole::step,    multipole::cluster,  multipole::page,
-                                                     multipole::grow,    VL};
+                                                     multipole::grow,    multipole::summarise, VL};
 
 }  // namespace SQ_NS

@@ -239,4 +239,25 @@ static int grow(const SqMultipolePages* from, const SqMultipolePages* to) {
   return SQ_OK;
 }
 
+// The statistics of one page from those of its clusters: size, variance (B, H, n), mean (B, H, n, D), mean value (B, H, n, E).
+// It has no keys: none of its clusters may be chosen.
+static int summarise(const SqMultipolePages* s, int64_t n, const float* size, const float* mean, const float* variance,
+                     const float* mean_value) {
+  const SqMultipole& p = s->call;
+  const long lde = padded(p.width, VL), floats = statistics_floats(s);
+  for (long head = 0; head < p.batch * p.heads_kv; head++) {
+    Clusters c;
+    cut_statistics(*s, s->statistics + head * floats, &c);
+    c.first[1] = n;
+    for (long j = 0; j < n; j++) {
+      const long at = head * n + j;
+      for (long d = 0; d < p.dim; d++) *panel_entry(c.mean_t, p.dim, d, j) = mean[at * p.dim + d];
+      memcpy(c.mean_value + j * lde, mean_value + at * p.width, sizeof(float) * p.width);
+      c.log_size[j] = size[at] > 0.0f ? logf(size[at]) : -INFINITY;
+      c.variance[j] = variance[at], c.size[j] = size[at];
+    }
+  }
+  return SQ_OK;
+}
+
 }  // namespace SQ_NS::multipole

@@ -87,6 +87,12 @@ class ConvertedLayer(StateLayer):
         self.waiting = 0
         return out.to(call.v.dtype)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, which must be real ones; see `StateLayer.crop`."""
+        before = self.length
+        super().crop(tokens_to_remove)
+        self.real = None if self.real is None else self.real - (before - self.length)
+
     def _change(self, change: Any) -> None:
         super()._change(change)
         self.real = None if self.real is None else change(self.real)

@@ -295,6 +295,8 @@ def loaded() -> Any:
         for name in ("statistics", "step", "cluster", "page"):
             getattr(found, f"subquad_multipole_{name}").argtypes = [ctypes.POINTER(MultipolePages)]
         found.subquad_multipole_grow.argtypes = 2 * [ctypes.POINTER(MultipolePages)]
+        pointers = [ctypes.POINTER(MultipolePages), _long, *4 * [_pointer]]
+        found.subquad_multipole_summarise.argtypes = pointers
         _checked["size"] = True
     return found
 

@@ -25,7 +25,7 @@ from ..operator import Call
 from .definition import Choices, Spec
 from .native import MultipolePages, fill_call, loaded, options_of, write_tensor
 
-__all__ = ["Pages", "begin"]
+__all__ = ["Pages", "Store", "Tail", "begin", "empty_tail", "fill_tail"]
 
 _lock = threading.Lock()
 _NO_MASK = torch.empty(0, dtype=torch.bool)
@@ -200,7 +200,7 @@ class Pages:
     def _tail(self, room: int, held: tuple[int, ...], filled: tuple[int, ...]) -> Tail:
         """Another tail with the first `held` keys of this one."""
         old, most = self.tail, max(held, default=0)
-        made = _tail(self.spec, len(held), self.heads, self.dim, self.width, room)
+        made = empty_tail(len(held), self.heads, self.dim, self.width, room)
         lanes = 2 * _lanes()
         made.keys[:, :, :most] = old.keys[:, :, :most]
         made.values[:, :, :most] = old.values[:, :, :most]
@@ -317,7 +317,7 @@ class Pages:
         tail = cropped._tail(self.tail.room, tuple(kept), held)
         for b, (n, m) in enumerate(zip(chunks, self.chunks, strict=True)):
             if n != m:
-                _fill(tail, b, held[b], *self._page_rows(self.store.pages[b][n]))
+                fill_tail(tail, b, held[b], *self._page_rows(self.store.pages[b][n]))
         return replace(cropped, tail=tail)
 
 
@@ -325,7 +325,7 @@ def _lanes() -> int:
     return int(loaded().subquad_multipole_lanes())
 
 
-def _fill(tail: Tail, b: int, held: int, keys: Tensor, values: Tensor) -> None:
+def fill_tail(tail: Tail, b: int, held: int, keys: Tensor, values: Tensor) -> None:
     """Row b of a tail from its first `held` keys (H, ., D) and values (H, ., E)."""
     lanes, dim = 2 * _lanes(), keys.shape[-1]
     tail.keys[b], tail.values[b] = 0, 0
@@ -336,7 +336,8 @@ def _fill(tail: Tail, b: int, held: int, keys: Tensor, values: Tensor) -> None:
     tail.panels[b] = padded.view(keys.shape[0], -1, lanes, dim).mT.reshape(keys.shape[0], -1)
 
 
-def _tail(spec: Spec, batch: int, heads: int, dim: int, width: int, room: int) -> Tail:
+def empty_tail(batch: int, heads: int, dim: int, width: int, room: int) -> Tail:
+    """Room for so many keys (B, H, room, D) and values (B, H, room, E)."""
     lanes = _lanes()
     ldk, lde = (-(-n // lanes) * lanes for n in (dim, width))
     return Tail((batch, heads), room, (dim, ldk, lde), 2 * lanes)
@@ -347,7 +348,7 @@ def begin(spec: Spec, call: Call, k: Tensor, v: Tensor) -> Pages:
     batch, heads, _, dim = k.shape
     width = v.shape[3]
     spec = spec._replace(known=None, past=0, causal=True)
-    tail = _tail(spec, batch, heads, dim, width, min(spec.chunk, 64))
+    tail = empty_tail(batch, heads, dim, width, min(spec.chunk, 64))
     made = Pages(
         *(
             spec,
