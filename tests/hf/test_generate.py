@@ -275,3 +275,19 @@ def test_assisted_decoding_needs_a_mechanism_with_a_state():
     model = decoder("sparse")
     with pytest.raises(ValueError, match="the mechanism of this model has none"):
         model.generate(tokens(1, 9), prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "linear"])
+def test_assisted_decoding_of_a_converted_model(mechanism):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB)).eval()
+    sq.hf.convert(model, mechanism, check=False)
+    ids, greedy = tokens(1, 5).repeat(1, 3), {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **greedy)
+    cache = sq.hf.RollbackCache(config=model.config)
+    got = model.generate(ids, **greedy, prompt_lookup_num_tokens=3, past_key_values=cache)
+    assert torch.equal(got, want)
+    assert cache.is_croppable

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import checks
 from ..mechanisms import Mechanism
 from ..nn.states import ModelState
 from ..rollback import Checkpoints
 
-__all__ = ["StateCache", "StateLayer"]
+__all__ = ["RollbackCache", "StateCache", "StateLayer"]
 
 # Tokens that assisted decoding may take back at once; its candidates are some ten or twenty.
 ROLLBACK = 64
@@ -183,8 +183,8 @@ class StateLayer(CacheLayerMixin):
         if left < self.length and not self.is_croppable:
             raise NotImplementedError(
                 f"crop({tokens_to_remove}): this state is a running sum that keeps no single token, so tokens cannot "
-                "be taken back. Call cache.activate_past_recording() before they are scanned, which keeps checkpoints, "
-                "or keep a copy of the cache from before them (copy.deepcopy(cache))"
+                "be taken back. Keep checkpoints: call activate_past_recording() of a subquad.hf.StateCache before "
+                "they are scanned; converted models take past_key_values=subquad.hf.RollbackCache(config=model.config)"
             )
 
     # -- devices ----------------------------------------------------------------------------------------------------
@@ -196,6 +196,20 @@ class StateLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move the state back to where it was made."""
         self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+class RollbackCache(DynamicCache):
+    """A cache for assisted decoding with a converted model: its states can take their last `tokens` back.
+
+    A converted model puts its states into whatever cache `generate` makes, and these keep no checkpoints by default:
+
+        model.generate(ids, prompt_lookup_num_tokens=10, past_key_values=RollbackCache(config=model.config))
+    """
+
+    def __init__(self, *args: Any, tokens: int = ROLLBACK, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        checks.check_positive("tokens", tokens)
+        self.rollback = tokens
 
 
 class StateCache(Cache):

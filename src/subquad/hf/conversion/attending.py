@@ -275,6 +275,7 @@ class Converted:
                 f"{layer.get_seq_length()} tokens from an exact model; begin with an empty cache"
             )
         made = CrossLayer() if self.cross else ConvertedLayer()
+        made.rollback = getattr(cache, "rollback", 0)
         cache.layers[index] = made
         return made
 
