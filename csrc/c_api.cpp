@@ -90,7 +90,7 @@ bool wants_pairs(const SqCall& p) {
 // The version of the structures in call.h and multipole/call.h; Python refuses a library of another one.
 SQ_API int64_t subquad_abi() { return 5; }
 SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
-SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }
+SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipolePages); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
@@ -103,3 +103,15 @@ SQ_API int subquad_step(const SqCall* p) { return chosen().kernels->step(p); }
 SQ_API int subquad_project(const SqCall* p, float* out) { return chosen().kernels->project(p, out); }
 SQ_API int subquad_multipole_forward(const SqMultipole* p) { return chosen().multipole->forward(p); }
 SQ_API int subquad_multipole_backward(const SqMultipole* p) { return chosen().multipole->backward(p); }
+SQ_API int64_t subquad_multipole_lanes() { return chosen().multipole->lanes; }
+SQ_API int64_t subquad_multipole_statistics(const SqMultipolePages* p) { return chosen().multipole->statistics(p); }
+SQ_API int subquad_multipole_step(const SqMultipolePages* p) { return chosen().multipole->step(p); }
+SQ_API int subquad_multipole_cluster(const SqMultipolePages* p) { return chosen().multipole->cluster(p); }
+SQ_API int subquad_multipole_page(const SqMultipolePages* p) { return chosen().multipole->page(p); }
+SQ_API int subquad_multipole_grow(const SqMultipolePages* from, const SqMultipolePages* to) {
+  return chosen().multipole->grow(from, to);
+}
+SQ_API int subquad_multipole_summarise(const SqMultipolePages* p, int64_t clusters, const float* size, const float* mean,
+                                       const float* variance, const float* mean_value) {
+  return chosen().multipole->summarise(p, clusters, size, mean, variance, mean_value);
+}

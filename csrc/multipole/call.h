@@ -33,7 +33,31 @@ struct SqMultipole {
   SqTensor dout, dq, dk, dv;  // backward only; dk, dv: float32
 };
 
+// Keys kept between calls. A complete chunk of a row is a page: its keys and values by cluster, written once. `statistics` has
+// what is known of all its clusters, and grows at its end; the keys after the last page are the tail.
+struct SqMultipolePages {
+  SqMultipole call;    // k, v: the new tokens; key_mask (B, L): which of them are real; causal or not as for the queries
+  int64_t capacity;    // pages of a row that `statistics` has room for
+  int64_t room;        // ranks that the tail has room for
+  const int64_t* pages;  // (B): pages of a row
+  const int64_t* held;   // (B): real keys in its tail, before the call
+  float* statistics;     // (B, H, subquad_multipole_statistics(call))
+  float *tail_keys, *tail_panels, *tail_values;  // (B, H, room, D and E padded to whole vectors); panels: padded room x D
+  // New pages: of `jobs` rows, whose tails are full.
+  int64_t jobs;
+  const int64_t* rows;   // (jobs)
+  float* const* memory;  // (jobs, H): keys in panels by cluster, then values
+  const int64_t* values; // (jobs, H): floats in front of the values
+};
+
 struct SqMultipoleKernels {
   int (*forward)(const SqMultipole*);
   int (*backward)(const SqMultipole*);
+  int64_t (*statistics)(const SqMultipolePages*);
+  int (*step)(const SqMultipolePages*);
+  int (*cluster)(const SqMultipolePages*);
+  int (*page)(const SqMultipolePages*);
+  int (*grow)(const SqMultipolePages*, const SqMultipolePages*);
+  int (*summarise)(const SqMultipolePages*, int64_t, const float*, const float*, const float*, const float*);
+  int64_t lanes;
 };

@@ -56,6 +56,7 @@ struct Clusters {
   long* first;      // [chunks + 1]: first column of a chunk
   long* panel_at;   // [columns]: where a cluster's panel stands in `panels`
   int32_t* row_at;  // [columns + 1]: its first row in `values`
+  long* value_at;   // [columns]: where its values stand, if they are not one array; or null
   int32_t* slot;    // [columns]: its place among the slots of the call
   float *mean_t, *log_size, *variance, *radius, *level;  // panels of D rows; [ldc]; padding columns have weight 0
   float *spread, *mean_square, *size;                    // [ldc]: summed variance of values, |vbar|^2, n
@@ -125,14 +126,12 @@ static void close_columns(const SqMultipole& p, const Plan& plan, Clusters& c) {
   if (c.mean) memset(c.mean + c.columns * plan.ldk, 0, sizeof(float) * (plan.ldc - c.columns) * plan.ldk);
 }
 
-// Mean variances of the clusters of the first chunks, from the variances of all.
-static void average_variances(Clusters& c) {
-  double sum = 0.0, keys = 0.0;
-  c.mean_variance[0] = 0.0f;
-  for (long chunk = 0; chunk < c.chunks; chunk++) {
-    for (long j = c.first[chunk]; j < c.first[chunk + 1]; j++) sum += (double)c.size[j] * c.variance[j], keys += c.size[j];
-    c.mean_variance[chunk + 1] = (float)(sum / keys);
-  }
+// The mean variance with the clusters of one more chunk, whose variances are there.
+static void extend_mean_variance(Clusters& c, long chunk) {
+  if (!chunk) c.mean_variance[0] = 0.0f;
+  double keys = c.row_at[c.first[chunk]], sum = keys * c.mean_variance[chunk];
+  for (long j = c.first[chunk]; j < c.first[chunk + 1]; j++) sum += (double)c.size[j] * c.variance[j], keys += c.size[j];
+  c.mean_variance[chunk + 1] = (float)(sum / keys);
 }
 
 // Scratch of one worker for one chunk of keys; ldt: tokens along the lanes.

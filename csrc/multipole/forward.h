@@ -161,6 +161,15 @@ SQ_INLINE void for_rows(Group& k, Body part) {
   for (long i = 0; i < k.n; i += ROWS) part(k, i, k.n - i < ROWS ? k.n - i : ROWS);
 }
 
+// Everything of a group whose queries, sight and visible ranks are set.
+static void attend_group(Group& k) {
+  load_queries(k);
+  for_rows(k, far_part);
+  if (k.clusters->first[k.sight.chunks]) chosen_part(k);
+  for_rows(k, dense_part);
+  for_rows(k, finish);
+}
+
 static void attend_task(void* context, int64_t task, int64_t) {
   Context& x = *(Context*)context;
   const SqMultipole& p = *x.call;
@@ -173,13 +182,7 @@ static void attend_task(void* context, int64_t task, int64_t) {
   k.b = head / p.heads_q, k.h = head % p.heads_q;
   k.clusters = &x.plan.heads[k.b * p.heads_kv + k.h / (p.heads_q / p.heads_kv)];
   const long from = piece * x.piece, to = from + x.piece;
-  for_groups(k, tokens_of(x, k.b), from, to < p.length_q ? to : p.length_q, [](Group& k) {
-    load_queries(k);
-    for_rows(k, far_part);
-    if (k.clusters->first[k.sight.chunks]) chosen_part(k);
-    for_rows(k, dense_part);
-    for_rows(k, finish);
-  });
+  for_groups(k, tokens_of(x, k.b), from, to < p.length_q ? to : p.length_q, attend_group);
 }
 
 // Memory of a call, and its clusters made; attention itself follows.
@@ -189,8 +192,8 @@ static float* prepare(const SqMultipole& p, Context& x) {
   x.failed = false;
   plan.chunks = p.length_k / p.chunk;
   plan.slots = p.clusters + p.chunk / p.largest;
-  plan.ldc = odd_lines(plan.chunks * plan.slots);
-  plan.ldb = odd_lines(p.chunk < p.length_k ? p.chunk : p.length_k);
+  plan.ldc = odd_lines(plan.chunks * plan.slots + PC - 1);  // products write whole panels of scores
+  plan.ldb = padded(p.chunk < p.length_k ? p.chunk : p.length_k, PC);
   plan.ldk = padded(p.dim, VL);
   plan.lde = padded(p.width, VL);
   plan.floats = cut(p, plan, nullptr, nullptr);
@@ -216,7 +219,8 @@ static float* prepare(const SqMultipole& p, Context& x) {
     close_columns(p, plan, plan.heads[head]);
   }
   sq_parallel(heads * x.blocks, p.threads, pack_task, &x);
-  for (long head = 0; head < heads; head++) average_variances(plan.heads[head]);
+  for (long head = 0; head < heads; head++)
+    for (long chunk = 0; chunk < plan.heads[head].chunks; chunk++) extend_mean_variance(plan.heads[head], chunk);
   return memory;
 }
 

@@ -63,7 +63,8 @@ SQ_INLINE long chosen_keys(const SqMultipole& p, const Plan& plan, bool sharp) {
 SQ_INLINE long group_size(const SqMultipole& p, const Plan& plan) {
   const long chosen = chosen_keys(p, plan, false);
   const long fitting = 49152 / (chosen + chosen / 3 + 1);
-  return fitting >= GROUP ? GROUP : fitting <= ROWS ? ROWS : fitting / ROWS * ROWS;
+  const long most = fitting >= GROUP ? GROUP : fitting <= ROWS ? ROWS : fitting / ROWS * ROWS;
+  return most < p.length_q ? most : p.length_q > 0 ? p.length_q : 1;
 }
 
 static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, long* floats) {
@@ -82,8 +83,9 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   };
   k.q = take(k.most * k.ldq);
   k.square = take(k.most);
-  k.scores = take(ROWS * k.lds);
-  k.other = p.error > 0 || p.estimate || p.dout.data ? take(ROWS * k.lds) : nullptr;
+  const long rows = k.most < ROWS ? k.most : ROWS;
+  k.scores = take(rows * k.lds);
+  k.other = p.error > 0 || p.estimate || p.dout.data ? take(rows * k.lds) : nullptr;
   k.criterion = take(k.lds);
   Part* const parts[] = {&k.far, &k.chosen, &k.near};
   for (Part* part : parts) part->sum = take(k.most * plan.lde);

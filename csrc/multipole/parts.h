@@ -69,7 +69,8 @@ static void chosen_products(const Group& k, const float* rows_of, long ld, const
   const long key_dim = k.call->dim;
   for (long column = 0; column < c.first[k.sight.chunks]; column++) {
     const long size = size_of(c, column), vectors = padded(size, VL) / VL;
-    const float* panel = panels + c.panel_at[column] / key_dim * dim;
+    const long at = c.panel_at[column];
+    const float* panel = panels + (dim == key_dim ? at : at / key_dim * dim);
     const vf last = open_lanes(size - (vectors - 1) * VL);
     for (long e = k.entry_of[column], end = k.entry_of[column + 1]; e < end;) {
       const float* q[MR];
@@ -120,7 +121,7 @@ static void chosen_sums(const Group& k, const float* weights, const float* rows_
   const Clusters& c = *k.clusters;
   for (long column = 0; column < c.first[k.sight.chunks]; column++) {
     const long size = size_of(c, column);
-    const float* rows = rows_of + c.row_at[column] * ld;
+    const float* rows = rows_of + (c.value_at ? c.value_at[column] : c.row_at[column] * ld);
     for (long e = k.entry_of[column], end = k.entry_of[column + 1]; e < end;) {
       const float* weight[3];
       float* sum[3];

@@ -106,7 +106,7 @@ static void select_by_keys(const Clusters& c, const float* value, float top, lon
                            float& depth, Selection& s) {
   s.count = s.keys = 0;
   s.limited = false;
-  if (!(top > -INFINITY)) return;
+  if (!(top > -INFINITY) || most <= 0) return;
   float keys = 0.0f, low = top;
   for (int tries = 0; tries < 60; tries++, depth = 1.5f * depth + 1.0f) {
     low = top - depth;

@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     # torch says so on import where numpy is missing; nothing that needs torch alone needs numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     from .mechanisms import Mechanism, attention, create, describe, list_mechanisms
+    from .rollback import Checkpoints
     from .state import merge
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .planning.prediction import predict_error
 
 __all__ = [
+    "Checkpoints",
     "Mechanism",
     "__version__",
     "attention",

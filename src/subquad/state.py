@@ -30,6 +30,7 @@ __all__ = [
     "Sums",
     "Tokens",
     "check_continues",
+    "check_crop",
     "check_fits",
     "check_same",
     "check_tokens_join",
@@ -382,6 +383,14 @@ def check_same(earlier: Any, later: Any) -> None:
     if isinstance(earlier, State) and earlier.holds().shape != later.holds().shape:
         mine, theirs = (describe_shape(x.holds()) for x in (earlier, later))
         raise ValueError(f"merge: the states differ in batch, heads or value width: {mine} and {theirs}")
+
+
+def check_crop(length: Any, have: int) -> None:
+    """Refuse to take back what is not there: a state of `have` tokens has a beginning of 0 to `have` of them."""
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"crop: length must be an int, got {length!r} of type {type(length).__name__}")
+    if not 0 <= length <= have:
+        raise ValueError(f"crop: length must be between 0 and the {have} tokens of the state, got {length}")
 
 
 def check_tokens_join(earlier: Any, later: Any) -> None:

@@ -203,6 +203,7 @@ FIXTURES: dict[str, list[Any]] = {
     "leaking_case": [case for case in CASES if case.cls.causal and case.leaks],
     "two_sided_case": [case for case in CASES if not case.cls.causal],
     "recurrent_case": [case for case in CASES if case.cls.recurrent],
+    "merging_case": [case for case in CASES if case.cls.recurrent and case.make().merges],
     # Where a token's place among the others counts.
     "placed_case": [case for case in CASES if issubclass(case.cls, (Windowed, Sparse))],
     "kernelised_case": [case for case in CASES if case.cls.kernelised],

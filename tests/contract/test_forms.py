@@ -32,8 +32,8 @@ def test_scan_honours_masks(recurrent_case):
     assert _close(torch.cat([first, second], 2), want, recurrent_case.tolerance)
 
 
-def test_merged_states_continue_the_sequence(recurrent_case):
-    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs()
+def test_merged_states_continue_the_sequence(merging_case):
+    attn, (q, k, v) = merging_case.make(), merging_case.inputs()
     want = attn(q, k, v, is_causal=True)
     cuts = [0, 9, 10, 30]
     states = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in itertools.pairwise(cuts)]
@@ -41,7 +41,7 @@ def test_merged_states_continue_the_sequence(recurrent_case):
     right = sq.merge(states[0], sq.merge(states[1], states[2]))
     for state in (left, right):
         out, _ = attn.scan(*(x[:, :, 30:] for x in (q, k, v)), state)
-        assert _close(out, want[:, :, 30:], recurrent_case.tolerance)
+        assert _close(out, want[:, :, 30:], merging_case.tolerance)
 
 
 def test_the_state_that_goes_in_is_not_changed(recurrent_case):

@@ -1,4 +1,4 @@
-"""The cache by itself: any state, reordered, repeated, reset; crop refused; in a model that keeps keys elsewhere."""
+"""The cache by itself: any state, reordered, repeated, reset, cropped; in a model that keeps keys elsewhere."""
 
 from __future__ import annotations
 
@@ -75,10 +75,33 @@ def test_crop_is_refused_before_anything_changes():
     k, v = torch.randn(2, 1, 2, 5, 8)
     cache.update(k, v, 0)
     cache.update(k, v, 1)
-    with pytest.raises(NotImplementedError, match=r"crop\(-2\): .*cannot be taken back.*deepcopy"):
+    with pytest.raises(NotImplementedError, match=r"crop\(-2\): .*cannot be taken back.*RollbackCache"):
         cache.crop(-2)
     assert cache.layers[0].get_seq_length() == 5
     assert not cache.is_croppable
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax"])
+def test_crop_takes_back_the_tokens_of_any_call(name):
+    attn, (q, k, v) = mechanism(name), torch.randn(3, 2, 2, 30, 8)
+    layer = StateLayer()
+    cache = StateCache([layer])
+    cache.activate_past_recording(8)
+
+    def feed(start, end):
+        part = [x[:, :, start:end] for x in (q, k, v)]
+        return layer.advance(attn, part[0], *layer.update(*part[1:]))
+
+    feed(0, 15), feed(15, 16), feed(16, 22)
+    cache.crop(0)
+    cache.crop(-4)
+    assert cache.get_seq_length() == 18
+    assert cache.is_croppable
+    torch.testing.assert_close(feed(18, 30), attn(q, k, v, is_causal=True)[:, :, 18:], atol=1e-5, rtol=1e-5)
+    cache.crop(24)  # as the first versions of transformers 5 say it
+    assert cache.get_seq_length() == 24
+    with pytest.raises(ValueError, match=r"crop\(-99\): the layer has 24 tokens"):
+        cache.crop(-99)
 
 
 def test_beside_layers_that_keep_keys_the_mask_is_theirs():

@@ -240,7 +240,54 @@ def test_caches_of_keys_are_refused():
         model.generate(tokens(1, 3), cache_implementation="static", max_new_tokens=2)
 
 
-def test_decoding_that_takes_tokens_back_is_refused():
-    model = decoder("linear")
-    with pytest.raises(ValueError, match=r"assisted.*a state cannot"):
+SOME = [
+    "softmax",
+    {"mechanism": "multipole", "chunk": 8, "clusters": 3, "exact_keys": 4, "seed": 0},
+    {"mechanism": "multipole", "chunk": 8, "clusters": 3, "memory": "constant", "limit": 6, "seed": 0},
+    {"mechanism": "performer", "num_features": 16, "seed": 0},
+    {"mechanism": "hybrid", "window": 4, "sinks": 1, "far": "linear"},
+]
+
+
+@pytest.mark.parametrize("mechanism", SOME, ids=lambda x: x if isinstance(x, str) else label(x))
+def test_assisted_decoding_gives_the_greedy_text(mechanism):
+    """Guesses of another model or from the prompt are taken back where they are wrong."""
+    model, other = decoder(mechanism), decoder("linear", layers=1, seed=9)
+    taken = []
+    for ids in (tokens(1, 9), tokens(1, 5).repeat(1, 4)):
+        greedy = {"max_new_tokens": 25, "do_sample": False}
+        want = model.generate(ids, **greedy)
+        for assisted in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": other}):
+            cache = sq.hf.StateCache(2)
+            crop = cache.crop
+
+            def counted(n, crop=crop):
+                taken.append(n)
+                crop(n)
+
+            cache.crop = counted
+            assert torch.equal(model.generate(ids, **greedy, **assisted, past_key_values=cache), want)
+            assert torch.equal(model.generate(ids, **greedy, **assisted), want)
+    assert min(taken) < 0  # some guesses were wrong
+
+
+def test_assisted_decoding_needs_a_mechanism_with_a_state():
+    model = decoder("sparse")
+    with pytest.raises(ValueError, match="the mechanism of this model has none"):
         model.generate(tokens(1, 9), prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "linear"])
+def test_assisted_decoding_of_a_converted_model(mechanism):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCAB)).eval()
+    sq.hf.convert(model, mechanism, check=False)
+    ids, greedy = tokens(1, 5).repeat(1, 3), {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **greedy)
+    cache = sq.hf.RollbackCache(config=model.config)
+    got = model.generate(ids, **greedy, prompt_lookup_num_tokens=3, past_key_values=cache)
+    assert torch.equal(got, want)
+    assert cache.is_croppable

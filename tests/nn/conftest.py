@@ -41,6 +41,7 @@ def _id(choice: dict[str, Any]) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture, made in (
         ("recurrent", choices(causal=True, recurrent=True)),
+        ("merging", [x for x in choices(causal=True, recurrent=True) if sq.create(**x, head_dim=8, heads=2).merges]),
         ("each_recurrent", first_choices(causal=True, recurrent=True)),
         ("each_causal", first_choices(causal=True)),
         ("each_mechanism", first_choices()),

@@ -59,9 +59,9 @@ def test_merged_contexts_are_block_diagonal(kind, continued, decoder, tokens):
     assert (full[11:] - want[11:]).abs().max() > 1e-4
 
 
-def test_in_one_layer_merging_is_reading_both(recurrent, decoder, tokens):
+def test_in_one_layer_merging_is_reading_both(merging, decoder, tokens):
     """With a single layer no context can influence how another is encoded."""
-    model = decoder(recurrent, layers=1)
+    model = decoder(merging, layers=1)
     a, b, follow = tokens(2, 9), tokens(2, 7, seed=2), tokens(2, 5, seed=3)
     _, state_a = model.scan(a)
     _, state_b = model.scan(b, start=9)

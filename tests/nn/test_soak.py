@@ -1,5 +1,7 @@
 """One million generated tokens: memory stays flat and nothing overflows."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,8 +10,16 @@ from subquad.lab.memory import resident_memory
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("mechanism", ["linear", "performer", "hybrid"])
-def test_a_million_tokens_in_constant_memory(mechanism: str) -> None:
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        "linear",
+        "performer",
+        "hybrid",
+        pytest.param({"mechanism": "multipole", "memory": "constant", "chunk": 64, "limit": 32}, id="multipole"),
+    ],
+)
+def test_a_million_tokens_in_constant_memory(mechanism: Any) -> None:
     torch.set_num_threads(1)
     model = sq.nn.TransformerDecoder(layers=1, heads=2, dim=16, vocab=16, mechanism=mechanism, seed=0)
     generator = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ from . import versions  # noqa: F401
 # isort: split
 
 from ..mechanisms.head_groups import HeadGroups
-from .cache import StateCache, StateLayer
+from .cache import RollbackCache, StateCache, StateLayer
 from .conversion.capturing import LayerSample, capture
 from .conversion.converting import convert, revert
 from .conversion.restoring import load
@@ -38,6 +38,7 @@ __all__ = [
     "LayerSample",
     "LayerStatistics",
     "RedrawCallback",
+    "RollbackCache",
     "StateCache",
     "StateLayer",
     "SubquadConfig",

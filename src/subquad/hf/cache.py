@@ -9,18 +9,23 @@ maximum, a window with a count, both), and masks, positions and prompts that con
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .. import checks
 from ..mechanisms import Mechanism
 from ..nn.states import ModelState
+from ..rollback import Checkpoints
 
-__all__ = ["StateCache", "StateLayer"]
+__all__ = ["RollbackCache", "StateCache", "StateLayer"]
+
+# Tokens that assisted decoding may take back at once; its candidates are some ten or twenty.
+ROLLBACK = 64
 
 
 class StateLayer(CacheLayerMixin):
@@ -43,7 +48,6 @@ class StateLayer(CacheLayerMixin):
 
     # generate() would compile a step on its own for these; a state is replaced, not written in place.
     is_compileable = False
-    is_croppable = False
     is_sliding = False
     # There is nothing to allocate before the first token: only the mechanism knows the shapes.
     supports_early_init = False
@@ -54,6 +58,8 @@ class StateLayer(CacheLayerMixin):
         self.length = 0
         self.device: torch.device | None = None
         self.dtype: torch.dtype | None = None
+        # How many tokens can be taken back at least, for states that keep none; 0 = as many as the state itself can.
+        self.rollback = 0
 
     def __repr__(self) -> str:
         return f"StateLayer(length={self.length}, state={type(self.state).__name__})"
@@ -81,8 +87,14 @@ class StateLayer(CacheLayerMixin):
 
     def advance(self, mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
         """mechanism.scan of the tokens that `update` counted, after the state, which is replaced; -> (B, Hq, L, E)."""
+        self._record(k.shape[2])
         out, self.state = mechanism.scan(q, k, v, self.state, **call)
         return out
+
+    def _record(self, new: int) -> None:
+        """Let the state remember its last tokens, if that is wanted: `new` of all tokens are not in it yet."""
+        if self.rollback and not getattr(self.state, "crops", False):
+            self.state = Checkpoints(self.rollback, self.state, self.length - new)
 
     def store(self, state: Any, length: int, device: torch.device) -> None:
         """Put in the state after further `length` tokens: for models that scan by themselves."""
@@ -138,13 +150,42 @@ class StateLayer(CacheLayerMixin):
         """Forget everything; the next token is the first one."""
         self.state, self.length = None, 0
 
+    # -- taking tokens back -------------------------------------------------------------------------------------------
+
+    def activate_past_recording(self, tokens: int = ROLLBACK) -> None:
+        """From now on the last `tokens` can be taken back; transformers calls it before assisted decoding."""
+        checks.check_positive("tokens", tokens)
+        self.rollback = tokens
+        if self.length:
+            self._record(0)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back: states of all keys always, others if past recording is active."""
+        return bool(self.rollback if self.state is None else getattr(self.state, "crops", False))
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a state is a sum over its tokens and keeps none of them, so none can be taken back."""
-        raise NotImplementedError(
-            f"crop({tokens_to_remove}): a mechanism's state is a running sum that keeps no single token, so tokens "
-            "cannot be taken back. Keep a copy of the cache from before them (copy.deepcopy(cache)), and use greedy, "
-            "sampling or beam search: assisted and prompt-lookup decoding need a cache that crops"
-        )
+        """Take the last tokens back: crop(-3) three of them, crop(100) all after the first hundred."""
+        self.check_crop(tokens_to_remove)
+        left = self._left(tokens_to_remove)
+        if left < self.length:
+            self.state, self.length = self.state.crop(left), left
+
+    def _left(self, tokens_to_remove: int) -> int:
+        """How many tokens a crop leaves. The first versions of transformers 5 name their number."""
+        return self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse a crop that the state cannot do, before anything changes."""
+        left = self._left(tokens_to_remove)
+        if left < 0:
+            raise ValueError(f"crop({tokens_to_remove}): the layer has {self.length} tokens")
+        if left < self.length and not self.is_croppable:
+            raise NotImplementedError(
+                f"crop({tokens_to_remove}): this state is a running sum that keeps no single token, so tokens cannot "
+                "be taken back. Keep checkpoints: call activate_past_recording() of a subquad.hf.StateCache before "
+                "they are scanned; converted models take past_key_values=subquad.hf.RollbackCache(config=model.config)"
+            )
 
     # -- devices ----------------------------------------------------------------------------------------------------
 
@@ -155,6 +196,20 @@ class StateLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move the state back to where it was made."""
         self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+class RollbackCache(DynamicCache):
+    """A cache for assisted decoding with a converted model: its states can take their last `tokens` back.
+
+    A converted model puts its states into whatever cache `generate` makes, and these keep no checkpoints by default:
+
+        model.generate(ids, prompt_lookup_num_tokens=10, past_key_values=RollbackCache(config=model.config))
+    """
+
+    def __init__(self, *args: Any, tokens: int = ROLLBACK, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        checks.check_positive("tokens", tokens)
+        self.rollback = tokens
 
 
 class StateCache(Cache):
@@ -248,21 +303,54 @@ class StateCache(Cache):
         super().reset()  # type: ignore[no-untyped-call]
         self._rest = None
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused before anything changes if any layer holds a state; see `StateLayer.crop`."""
+    def activate_past_recording(self, tokens: int = ROLLBACK) -> None:
+        """From now on the last `tokens` can be taken back (`crop`): states that keep no keys get checkpoints.
+
+        >>> import subquad as sq
+        >>> attn, cache = sq.create("linear", head_dim=8), StateCache(1)
+        >>> cache.activate_past_recording(4)
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 8)
+        >>> _ = cache.layers[0].advance(attn, q, *cache.layers[0].update(k, v))
+        >>> cache.crop(-3)
+        >>> cache.get_seq_length(), cache.is_croppable
+        (7, True)
+        """
         for layer in self.layers:
             if isinstance(layer, StateLayer):
-                layer.crop(tokens_to_remove)
+                layer.activate_past_recording(tokens)
+            elif hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def recording(self, state: ModelState) -> ModelState:
+        """A model's state before its first token, with checkpoints where the layers want them."""
+        layers = [
+            Checkpoints(layer.rollback) if one is None and layer.rollback else one
+            for layer, one in zip(self.layers, state.layers, strict=True)
+        ]
+        return replace(state, layers=tuple(layers))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back: crop(-3) three of them, crop(100) all after the first hundred.
+
+        They must be real ones, as generated tokens are. Refused before anything changes if a layer cannot.
+        """
+        before = self.get_seq_length()
+        for layer in self.layers:
+            if isinstance(layer, StateLayer):
+                layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
+        if self._rest is not None:
+            self._rest = replace(self._rest, length=self._rest.length - (before - self.get_seq_length()))
 
     @property
     def is_croppable(self) -> bool:
-        """Whether every layer can take tokens back, which no state can."""
-        return not any(isinstance(layer, StateLayer) for layer in self.layers)
+        """Whether every layer can take tokens back."""
+        return all(layer.is_croppable for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of all states and layers."""
         states = [x.state if isinstance(x, StateLayer) else (x.keys, x.values) for x in self.layers]
-        kept = [self._rest, *states]
-        return sum(x.nbytes for x in pytree.tree_leaves(kept) if isinstance(x, Tensor))
+        own = [x.nbytes for x in states if hasattr(x, "nbytes")]  # states that know it without copying their pages
+        kept = [self._rest, *(x for x in states if not hasattr(x, "nbytes"))]
+        return sum(own) + sum(x.nbytes for x in pytree.tree_leaves(kept) if isinstance(x, Tensor))

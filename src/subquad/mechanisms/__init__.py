@@ -197,7 +197,7 @@ def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
         "complexity": cls.complexity,
         "causal": cls.causal,
         "recurrent": cls.recurrent,
-        "constant_memory": cls.constant_memory,
+        "constant_memory": (mechanism if isinstance(mechanism, Mechanism) else cls).constant_memory,
         "exact": cls.exact,
         "kernelised": cls.kernelised,
         "options": cls.options(),

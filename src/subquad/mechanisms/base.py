@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..features.calibration import calibrations
 from ..kernels.operator import Call
+from ..rollback import Checkpoints
 from ..state import State, check_continues, check_fits
 
 __all__ = ["Mechanism", "check_call", "without_padding"]
@@ -60,13 +61,16 @@ class Mechanism(nn.Module):
     complexity: ClassVar[str]
     causal: ClassVar[bool] = True
     recurrent: ClassVar[bool] = False
-    constant_memory: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     kernelised: ClassVar[bool] = False
     causal_refusal: ClassVar[str] = ""
     # Other names of options that are accepted, and what they stand for.
     aliases: ClassVar[dict[str, str]] = {}
     cross: bool = True
+    constant_memory: bool = False
+    # Whether the states of its `scan` merge, and whether they crop by themselves.
+    merges: bool = True
+    crops: bool = False
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
     signed: bool = False
@@ -242,8 +246,11 @@ class Mechanism(nn.Module):
         """Consume any number of tokens (also one), causally, after those in `state`; returns (out, new state).
 
         q (B, Hq, L, D), k (B, H, L, D), v (B, H, L, E); `state=None` starts a sequence. The state is never changed in
-        place.
+        place. A `Checkpoints` in place of a state remembers the last tokens, so that they can be taken back.
         """
+        if isinstance(state, Checkpoints):
+            call = {"key_mask": key_mask, "scale": scale, "backend": backend, "chunk_size": chunk_size}
+            return state.scan(self, q, k, v, **call)
         if not self.recurrent:
             raise NotImplementedError(
                 f"{self.name} has no recurrent form, so it cannot scan; choose one of list_mechanisms(recurrent=True)"
@@ -257,8 +264,7 @@ class Mechanism(nn.Module):
             )
         checks.check_chunk_size(chunk_size)
         k, v = without_padding(k, v, key_mask)
-        call = Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size)
-        return self._scan(q, k, v, state, call)
+        return self._scan(q, k, v, state, Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size))
 
     def absorb(
         self,

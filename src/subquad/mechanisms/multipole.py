@@ -14,63 +14,25 @@ Related: Hooper et al., "Multipole Attention", 2025; Kang et al., "Fast Multipol
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import full_precision
+from ..features.precision import compute_dtype, full_precision
 from ..kernels.checkpointing import tracing
 from ..kernels.kmeans import ClusterDraw
-from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, inspect
+from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, constant, inspect, paged
+from ..kernels.multipole.constant_pages import begin_constant
+from ..kernels.multipole.pages import Pages, begin
+from ..kernels.multipole.states import ConstantState, MultipoleState
 from ..kernels.operator import Call
-from ..state import check_continues, check_fits, check_same, check_tokens_join, register_state
+from ..kernels.padding import Order
+from ..state import check_continues, check_fits
 from .base import Mechanism
 
-__all__ = ["Multipole", "MultipoleState"]
-
-
-@dataclass(frozen=True)
-class MultipoleState:
-    """All keys and values so far, and the clusters of complete chunks, which are never made again.
-
-    k (B, H, S, D), v (B, H, S, E), mask (B, S); order (B, H, n, chunk) and sizes (B, H, n, slots): see `Choices`
-    """
-
-    k: Tensor
-    v: Tensor
-    mask: Tensor
-    order: Tensor
-    sizes: Tensor
-    origin: str = ""
-
-    @property
-    def count(self) -> Tensor:
-        """(B,) int64: how many real keys there are."""
-        return self.mask.sum(-1)
-
-    def complete(self) -> int:
-        """How many chunks every row has complete: their clusters stay as they are whatever follows."""
-        return min(int(self.count.min()) // self.order.shape[-1], self.order.shape[2]) if len(self.mask) else 0
-
-    def merge(self, later: MultipoleState) -> MultipoleState:
-        """This context followed by `later`'s, whose chunks are cut anew: they are counted from the first key of all."""
-        check_same(self, later)
-        check_tokens_join(self, later)
-        done = self.complete()
-        return replace(
-            self,
-            order=self.order[:, :, :done],
-            sizes=self.sizes[:, :, :done],
-            k=torch.cat([self.k, later.k], -2),
-            v=torch.cat([self.v, later.v], -2),
-            mask=torch.cat([self.mask, later.mask], -1),
-        )
-
-
-register_state(MultipoleState)
+__all__ = ["ConstantState", "Multipole", "MultipoleState"]
 
 
 @final
@@ -88,11 +50,16 @@ class Multipole(Mechanism):
     radius:     how much the farthest key of a cluster counts when clusters are chosen, 0 to 1: single keys that matter
                 among others that do not (needles) are found by it
     iterations: of k-means; 0 = nearest starting point
+    memory:     "all" keeps every key. "constant" keeps `limit` clusters in all, the first `sinks` keys and the query's
+                own chunk (when causal; else the keys in no complete chunk): nothing is evaluated key by key beside
+                these, and of more clusters the closest are merged
+    limit, sinks: see `memory`
     seed:       integer or torch.Generator; None takes one integer from torch's generator
 
-    The result does not depend on batch, padding, threads or how a sequence is cut. `scan` keeps all keys: its memory
-    and its time per call grow with the context. Prefill in long pieces is fast, single tokens are not: a step lays out
-    all keys anew and is slower than a key-value cache. Below some 500 tokens `softmax` is faster.
+    The result does not depend on batch, padding, threads or how a sequence is cut. `scan` keeps all keys, complete
+    chunks of them in pages that are never written again: a step costs the clusters, the exact keys and the own chunk.
+    For endless generation take memory="constant", whose state has a fixed size; the output of masked tokens is then 0
+    in causal calls, and states neither merge nor crop. Below some 500 tokens `softmax` is faster.
     On keys without any structure (isotropic, sharp) nothing but softmax is accurate, and `error` says so by its price.
 
     >>> import torch, subquad as sq
@@ -118,6 +85,7 @@ class Multipole(Mechanism):
         {"chunk": 8, "clusters": 2, "exact_keys": 4, "seed": 3},
         {"chunk": 8, "clusters": 3, "exact_keys": 0, "cap": 0.2, "radius": 0.0, "iterations": 0, "seed": 3},
         {"chunk": 12, "clusters": 4, "error": 0.02, "iterations": 2, "seed": 3},
+        {"memory": "constant", "chunk": 8, "clusters": 3, "limit": 5, "sinks": 2, "seed": 3},
     )
 
     def __init__(
@@ -133,6 +101,9 @@ class Multipole(Mechanism):
         cap: float = 3.0,
         radius: float = 0.5,
         iterations: int = 4,
+        memory: str = "all",
+        limit: int = 256,
+        sinks: int = 4,
         seed: int | torch.Generator | None = None,
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
@@ -152,6 +123,21 @@ class Multipole(Mechanism):
                 raise TypeError(f"{argument} must be a number, got {number!r} of type {type(number).__name__}")
             if not 0 <= number <= most:
                 raise ValueError(f"{argument} must be between 0 and {most:g}, got {number}")
+        checks.check_option("memory", memory, ("all", "constant"))
+        checks.check_positive("limit", limit)
+        checks.check_positive("sinks", sinks, 0)
+        if memory == "constant":
+            for argument, given in (("exact_keys", exact_keys), ("error", error)):
+                if given is not None:
+                    raise ValueError(
+                        f"{argument}={given} needs the keys of clustered chunks, which memory='constant' does not "
+                        "keep; leave it out, or use memory='all'"
+                    )
+            if sinks > chunk:
+                raise ValueError(f"sinks={sinks} must be at most chunk={chunk}: they are of a sequence's first chunk")
+        self.memory, self.limit, self.sinks = memory, limit, sinks
+        self.constant_memory = memory == "constant"
+        self.merges = self.crops = not self.constant_memory
         self.chunk, self.clusters, self.exact_keys, self.iterations = chunk, clusters, exact_keys, iterations
         self.error, self.cap, self.radius = error, cap, radius
         self.draw = ClusterDraw(clusters, 1, head_dim, seed=seed)
@@ -174,7 +160,58 @@ class Multipole(Mechanism):
             **where,
         )
 
+    # -- constant memory ----------------------------------------------------------------------------------------------
+
+    def _bounded(self, call: Call) -> tuple[constant.Bounded, int]:
+        """What is computed, and in blocks of how many tokens."""
+        if call.backend is not None:
+            checks.check_option("backend", call.backend, ("chunked", "reference"))
+        block = 1 if call.backend == "reference" else min(call.chunk_size or self.chunk, self.chunk)
+        return constant.Bounded(self._spec(), self.limit, self.sinks), block
+
+    def _remembered(
+        self, q: Tensor | None, k: Tensor, v: Tensor, memory: constant.Memory | None, call: Call
+    ) -> tuple[Tensor | None, constant.Memory]:
+        """Outputs (B, Hq, L, E) of tokens after those in `memory`, if there are queries, and what remains."""
+        bounded, block = self._bounded(call)
+        order, dtype = Order(call.key_mask, k.shape[2], k.device), compute_dtype(k)
+        k, v = order.front(k.to(dtype)), order.front(v.to(dtype))
+        if q is not None:
+            q = order.front(call.scale * q.to(dtype))
+        count = order.count.squeeze(-1).expand(k.shape[0])
+        memory = constant.empty(bounded, k, v) if memory is None else memory
+        out, after = constant.scan(bounded, memory, q, k, v, count, block)
+        return (None if out is None else order.back(out)), after
+
+    def _constant(
+        self, q: Tensor | None, k: Tensor, v: Tensor, state: Any, call: Call
+    ) -> tuple[Tensor | None, ConstantState]:
+        """`scan`, or `absorb` without queries."""
+        if state is not None:
+            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        origin = self._origin(call.scale)
+        with full_precision(k):
+            if call.backend is None and paged(call, k if q is None else q, k, v, state):
+                pages = None if state is None else state.pages
+                if pages is None:
+                    memory = None if state is None else state.memory()
+                    pages = begin_constant(self._bounded(call)[0], call, k, v, memory)
+                out, pages = pages.scan(q, k, v, call.key_mask)
+                if out is not None and call.key_mask is not None:
+                    out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
+                return out, ConstantState.of(pages, origin)
+            out, memory = self._remembered(q, k, v, None if state is None else state.memory(), call)
+        return (None if out is None else out.to(v.dtype)), ConstantState.from_memory(memory, origin)
+
+    # -- the calls ----------------------------------------------------------------------------------------------------
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        if self.constant_memory:
+            with full_precision(q):
+                out, memory = self._remembered(q if is_causal else None, k, v, None, call)
+                if out is None:
+                    out = constant.read(self._bounded(call)[0], memory, call.scale * q.to(memory.k.dtype))
+            return out.to(v.dtype)
         return self._computed(self._spec(causal=is_causal), call, q, k, v)
 
     def _computed(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,13 +223,34 @@ class Multipole(Mechanism):
 
     def _checked(
         self, state: Any, scale: float, tokens: Tensor, heads: int | None = None, width: int | None = None
-    ) -> MultipoleState:
-        check_continues(state, MultipoleState, self._origin(scale), "multipole's scan() or absorb()")
-        assert isinstance(state, MultipoleState)
-        check_fits(state.v, tokens, heads, width, exactly=True)
+    ) -> Any:
+        kind = ConstantState if self.constant_memory else MultipoleState
+        check_continues(state, kind, self._origin(scale), "multipole's scan() or absorb()")
+        check_fits(state.holds(), tokens, heads, width, exactly=not self.constant_memory)
         return state
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, MultipoleState]:
+    def _pages(self, state: Any, call: Call, k: Tensor, v: Tensor) -> Pages:
+        """The keys of a state, or none, as the native kernels keep them."""
+        if state is None:
+            return begin(self._spec(), call, k, v)
+        if state.pages is not None:
+            kept: Pages = state.pages
+            return kept
+        mask = None if bool(state.mask.all()) else state.mask
+        known = Choices(state.order, state.sizes)
+        return begin(self._spec(), call, k, v).scan(None, state.k.detach(), state.v.detach(), mask, known)[1]
+
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
+        if self.constant_memory:
+            out, after = self._constant(q, k, v, state, call)
+            assert out is not None
+            return out, after
+        if state is not None:
+            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        if paged(call, q, k, v, state):
+            out, pages = self._pages(state, call, k, v).scan(q, k, v, call.key_mask)
+            assert out is not None
+            return out, MultipoleState.of(pages, self._origin(call.scale))
         after = self._absorb(k, v, state, call)
         known = Choices(after.order, after.sizes)
         spec = self._spec(causal=True, past=after.k.shape[2] - k.shape[2], known=known)
@@ -200,11 +258,18 @@ class Multipole(Mechanism):
         seen = call._replace(key_mask=after.mask if masked or tracing(k) else None, query_mask=None)
         return self._computed(spec, seen, q, after.k, after.v), after
 
-    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> MultipoleState:
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
+        if self.constant_memory:
+            return self._constant(None, k, v, state, call)[1]
+        if state is not None:
+            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        if paged(call, k, k, v, state):
+            _, pages = self._pages(state, call, k, v).scan(None, k, v, call.key_mask)
+            return MultipoleState.of(pages, self._origin(call.scale))
         mask = call.real(k)
         known = None
         if state is not None:
-            before = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+            before = state
             k, v = torch.cat([before.k, k], 2), torch.cat([before.v, v], 2)
             mask = torch.cat([before.mask, mask], 1)
             if not tracing(k):
@@ -216,6 +281,14 @@ class Multipole(Mechanism):
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         state = self._checked(state, call.scale, q)
+        if state.pages is not None and paged(call, q, q, q, state):
+            read: Tensor = state.pages.read(q)
+            return read.to(q.dtype)
+        if self.constant_memory:
+            with full_precision(q):
+                memory = state.memory()
+                out = constant.read(self._bounded(call)[0], memory, call.scale * q.to(memory.k.dtype))
+            return out.to(q.dtype)
         seen = call._replace(key_mask=state.mask)
         spec = self._spec(known=Choices(state.order, state.sizes))
         return self._computed(spec, seen, q, state.k, state.v)
@@ -238,6 +311,8 @@ class Multipole(Mechanism):
         >>> int(found.exact_keys.max()) <= 16, found.limited.shape
         (True, torch.Size([1, 2, 100]))
         """
+        if self.constant_memory:
+            raise ValueError("memory='constant' chooses no keys, so there is nothing to inspect; use memory='all'")
         checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         if is_causal and q.shape[2] != k.shape[2]:

@@ -9,7 +9,7 @@ is the list of all keys and values: `scan` works, with memory that grows with th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..features.precision import compute_dtype
 from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
-from ..state import check_continues, check_fits, check_same, check_tokens_join, register_state
+from ..state import check_continues, check_crop, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism, check_call
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
@@ -27,6 +27,8 @@ __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 @dataclass(frozen=True)
 class KVState:
     """All keys (B, H, S, D), values (B, H, S, E) and which of them are real (B, S) so far."""
+
+    crops: ClassVar[bool] = True
 
     k: Tensor
     v: Tensor
@@ -43,6 +45,17 @@ class KVState:
             torch.cat([self.mask, later.mask], -1),
             self.origin,
         )
+
+    def crop(self, length: int) -> KVState:
+        """The state after its first `length` tokens, padding included.
+
+        >>> import subquad as sq
+        >>> attn = sq.create("softmax", head_dim=8)
+        >>> attn.absorb(*torch.randn(2, 1, 2, 10, 8)).crop(7).k.shape
+        torch.Size([1, 2, 7, 8])
+        """
+        check_crop(length, self.k.shape[2])
+        return KVState(self.k[:, :, :length], self.v[:, :, :length], self.mask[:, :length], self.origin)
 
 
 register_state(KVState)
@@ -88,6 +101,7 @@ class Softmax(Mechanism):
     paper = 'Vaswani et al., "Attention Is All You Need", 2017'
     complexity = "O(L S (D + E)); state O(S (D + E))"
     recurrent = True
+    crops = True
     exact = True
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import checks
 from ..kernels.checkpointing import tracing
 from ..mechanisms import Mechanism
+from ..rollback import unused
 from .attention import MultiheadAttention, calibrating, check_sequence
 from .blocks import Block, Call, make_norm
 from .choice import draw_seed, layer_mechanisms
@@ -289,7 +290,7 @@ class Stack(Model):
             raise ValueError(f"start={start!r} is where a new sequence begins; states say where this one continues")
         before = self._checked(states, x.shape[0])
         order = None
-        if key_mask is not None and all(layer is None for layer in before.layers):
+        if key_mask is not None and all(unused(layer) for layer in before.layers):
             # To the front, because behind real tokens it would be inside once the sequence continues.
             order = padding_first(key_mask)
             if order is not None:

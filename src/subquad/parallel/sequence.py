@@ -98,7 +98,7 @@ class _Pieces:
 
 
 def _check(mechanism: Mechanism) -> None:
-    if mechanism.constant_memory:
+    if mechanism.constant_memory and mechanism.merges:
         return
     raise ValueError(
         f"{mechanism.name} has no state of constant size that pieces of a sequence could exchange; "

@@ -87,6 +87,12 @@ class ConvertedLayer(StateLayer):
         self.waiting = 0
         return out.to(call.v.dtype)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, which must be real ones; see `StateLayer.crop`."""
+        before = self.length
+        super().crop(tokens_to_remove)
+        self.real = None if self.real is None else self.real - (before - self.length)
+
     def _change(self, change: Any) -> None:
         super()._change(change)
         self.real = None if self.real is None else change(self.real)
@@ -269,6 +275,7 @@ class Converted:
                 f"{layer.get_seq_length()} tokens from an exact model; begin with an empty cache"
             )
         made = CrossLayer() if self.cross else ConvertedLayer()
+        made.rollback = getattr(cache, "rollback", 0)
         cache.layers[index] = made
         return made
 

@@ -116,11 +116,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     ) -> None:
         """Begin generation with states in place of keys and values; called by `generate`."""
         mode = str(getattr(rest[0], "value", "")) if rest else ""
-        if "assisted" in mode:
-            raise ValueError(
-                "assisted and prompt-lookup decoding take back tokens that turn out wrong, which a state cannot; use "
-                "greedy decoding, sampling or beam search"
-            )
+        assisted = "assisted" in mode or bool(getattr(generation_config, "is_assistant", False))
         implementation = generation_config.cache_implementation
         if implementation is not None and model_kwargs.get("past_key_values") is None:
             raise ValueError(
@@ -128,9 +124,19 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
                 "subquad.hf.StateCache. Leave it out"
             )
         if not self.model.is_recurrent:
+            if assisted:
+                raise ValueError(
+                    "assisted and prompt-lookup decoding go on from a state, and the mechanism of this model has none; "
+                    "use greedy decoding, sampling or beam search, or a mechanism of list_mechanisms(recurrent=True)"
+                )
             generation_config.use_cache = False
             return
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = StateCache(self.config.layers)
+        given = model_kwargs.get("past_key_values")
+        if given is None and generation_config.use_cache is not False:
+            given = model_kwargs["past_key_values"] = StateCache(self.config.layers)
+            if assisted:  # it takes back tokens that turn out wrong
+                given.activate_past_recording()
             return
+        if assisted and isinstance(given, StateCache):
+            given.activate_past_recording()
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *rest)  # type: ignore[misc]

@@ -301,7 +301,8 @@ class SubquadModel(SubquadPreTrainedModel):
         elif cache is None:
             hidden = self.stack.hidden(x, is_causal=is_causal, key_mask=mask, between=kept)
         else:
-            hidden, states = self.stack.scan_hidden(x, cache.model_state, key_mask=mask, start=None, between=kept)
+            before = cache.model_state or cache.recording(self.stack.empty_states(x.shape[0], x.device))
+            hidden, states = self.stack.scan_hidden(x, before, key_mask=mask, start=None, between=kept)
             cache.store(states, x.shape[1])
         out = BaseModelOutputWithPast(
             last_hidden_state=hidden,  # type: ignore[arg-type]

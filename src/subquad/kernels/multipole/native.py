@@ -21,7 +21,17 @@ from ..native.operators import check_status, narrow, widen_all
 from ..operator import Backend, Call, differentiable_once
 from .definition import Choices, Inspection, Spec
 
-__all__ = ["Native", "choose", "cluster", "inspect"]
+__all__ = [
+    "MultipolePages",
+    "Native",
+    "choose",
+    "cluster",
+    "fill_call",
+    "inspect",
+    "loaded",
+    "options_of",
+    "write_tensor",
+]
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -43,19 +53,31 @@ class Multipole(ctypes.Structure):
     ]
 
 
+class MultipolePages(ctypes.Structure):
+    """Keys kept between calls; csrc/multipole/call.h says what each field means."""
+
+    _fields_ = [
+        ("call", Multipole),
+        *((name, _long) for name in ("capacity", "room")),
+        *((name, _pointer) for name in "pages held statistics tail_keys tail_panels tail_values".split()),
+        ("jobs", _long),
+        *((name, _pointer) for name in "rows memory values".split()),
+    ]
+
+
 # Of an operator: chunk, clusters, largest, iterations, exact_keys, past; error (-1: none), cap, radius, scale; causal.
 Options = tuple[list[int], list[float], bool]
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def _options(spec: Spec, scale: float) -> Options:
+def options_of(spec: Spec, scale: float) -> Options:
     most = -1 if spec.exact_keys is None else spec.exact_keys
     whole = [spec.chunk, spec.clusters, spec.largest, spec.iterations, most, spec.past]
     error = -1.0 if spec.error is None else spec.error
     return whole, [error, spec.cap, spec.radius, scale], spec.causal
 
 
-def _write(call: Multipole, name: str, x: Tensor) -> None:
+def write_tensor(call: Multipole, name: str, x: Tensor) -> None:
     field = getattr(call, name)
     field.data, field.dtype = x.data_ptr(), DTYPES[x.dtype]
     field.stride[:] = x.stride()
@@ -73,22 +95,28 @@ def _call(
     selection: list[Tensor] | tuple[Tensor, ...] = (),
 ) -> Multipole:
     """The call for the library; the caller keeps every tensor alive. `selection`: the one that is given, or nothing."""
-    whole, real, causal = options
     call = Multipole()
+    fill_call(call, q, k, v, mask, starts, options)
+    call.order, call.sizes = order.data_ptr(), sizes.data_ptr()
+    for x in selection:
+        call.selection, call.forced = x.data_ptr(), 1
+    return call
+
+
+def fill_call(call: Multipole, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, starts: Tensor, options: Options) -> None:
+    """Shapes, options and inputs of a call."""
+    whole, real, causal = options
     call.batch, call.heads_q, call.length_q, call.dim = q.shape
     call.heads_kv, call.length_k, call.width = k.shape[1], k.shape[2], v.shape[3]
     call.chunk, call.clusters, call.largest, call.iterations, call.exact_keys, call.past = whole
     call.error, call.cap, call.radius, call.scale = real
     call.causal, call.threads = causal, torch.get_num_threads()
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _write(call, name, x)
+        write_tensor(call, name, x)
     if mask.numel():
         call.key_mask = mask.data_ptr()
         call.mask_batch, call.mask_token = mask.stride()
-    call.starts, call.order, call.sizes = starts.data_ptr(), order.data_ptr(), sizes.data_ptr()
-    for x in selection:
-        call.selection, call.forced = x.data_ptr(), 1
-    return call
+    call.starts = starts.data_ptr()
 
 
 def _clusters(k: Tensor, known: list[Tensor], whole: list[int]) -> tuple[Tensor, Tensor]:
@@ -125,10 +153,10 @@ def call_forward(
     if known:
         order, sizes = _clusters(k, known, whole)
     call = _call(q, k, v, mask, starts, order, sizes, (whole, real, causal), known[2:])
-    _write(call, "out", out)
+    write_tensor(call, "out", out)
     if keep:
         call.log_norm = norm.data_ptr()
-    check_status(_library().subquad_multipole_forward(ctypes.byref(call)))
+    check_status(loaded().subquad_multipole_forward(ctypes.byref(call)))
     return out, norm, order, sizes
 
 
@@ -181,9 +209,9 @@ def call_backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
     grad = grad.contiguous()
     for name, x in (("out", out), ("dout", grad), ("dq", dq), ("dk", dk), ("dv", dv)):
-        _write(call, name, x)
+        write_tensor(call, name, x)
     call.log_norm = norm.data_ptr()
-    check_status(_library().subquad_multipole_backward(ctypes.byref(call)))
+    check_status(loaded().subquad_multipole_backward(ctypes.byref(call)))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -264,16 +292,23 @@ class _Functional(torch.autograd.Function):
 _checked: dict[str, bool] = {}
 
 
-def _library() -> Any:
-    loaded = library.load()
+def loaded() -> Any:
+    """The library, after a look at whether its structures are ours."""
+    found = library.load()
     if not _checked:
-        loaded.subquad_multipole_size.restype = _long
-        if loaded.subquad_multipole_size() != ctypes.sizeof(Multipole):
+        for name in ("size", "lanes", "statistics"):
+            getattr(found, f"subquad_multipole_{name}").restype = _long
+        if found.subquad_multipole_size() != ctypes.sizeof(MultipolePages):
             raise RuntimeError("the native kernels were built for another version of subquad; reinstall it from source")
         for name in ("forward", "backward"):
-            getattr(loaded, f"subquad_multipole_{name}").argtypes = [ctypes.POINTER(Multipole)]
+            getattr(found, f"subquad_multipole_{name}").argtypes = [ctypes.POINTER(Multipole)]
+        for name in ("statistics", "step", "cluster", "page"):
+            getattr(found, f"subquad_multipole_{name}").argtypes = [ctypes.POINTER(MultipolePages)]
+        found.subquad_multipole_grow.argtypes = 2 * [ctypes.POINTER(MultipolePages)]
+        pointers = [ctypes.POINTER(MultipolePages), _long, *4 * [_pointer]]
+        found.subquad_multipole_summarise.argtypes = pointers
         _checked["size"] = True
-    return loaded
+    return found
 
 
 def _arguments(spec: Spec, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -286,13 +321,13 @@ def _arguments(spec: Spec, call: Call) -> tuple[Tensor, Tensor, list[Tensor]]:
 def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspection:
     """Expected errors and numbers of exact keys of every query, from the forward pass."""
     mask, starts, _ = _arguments(spec, call)
-    options = _options(spec, call.scale)
+    options = options_of(spec, call.scale)
     order, sizes = _clusters(k, [], options[0])
     made = _call(q, k, v, mask, starts, order, sizes, options)
     estimate = torch.zeros((*q.shape[:3], 2))
     keys = torch.zeros(q.shape[:3], dtype=torch.int32)
     made.estimate, made.exact = estimate.data_ptr(), keys.data_ptr()
-    check_status(_library().subquad_multipole_forward(ctypes.byref(made)))
+    check_status(loaded().subquad_multipole_forward(ctypes.byref(made)))
     limited = keys < 0
     return Inspection(estimate[..., 0], estimate[..., 1], torch.where(limited, -keys - 1, keys), limited)
 
@@ -300,13 +335,13 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
 def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
     """The choices that a native call makes, as an explicit value."""
     mask, starts, known = _arguments(spec, call)
-    options = _options(spec, call.scale)
+    options = options_of(spec, call.scale)
     q, k, v = (x.detach().to(torch.float32) for x in (q, k, v))
     order, sizes = _clusters(k, known, options[0])
     made = _call(q, k, v, mask, starts, order, sizes, options)
     selection = torch.zeros((*q.shape[:3], sizes.shape[2] * sizes.shape[3]), dtype=torch.bool)
     made.selection = selection.data_ptr()
-    check_status(_library().subquad_multipole_forward(ctypes.byref(made)))
+    check_status(loaded().subquad_multipole_forward(ctypes.byref(made)))
     return Choices(order, sizes, selection)
 
 
@@ -322,7 +357,7 @@ class Native(Backend[Spec]):
 
     name = "native"
 
-    def refusal(self, spec: Spec, call: Call, *tensors: Tensor) -> str:
+    def refusal(self, spec: Spec | None, call: Call, *tensors: Tensor) -> str:
         missing = library.missing()
         if missing:
             return missing
@@ -341,7 +376,7 @@ class Native(Backend[Spec]):
         if q.shape[2] == 0 or k.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
         mask, starts, known = _arguments(spec, call)
-        options = _options(spec, call.scale)
+        options = options_of(spec, call.scale)
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         transformed = torch._C._are_functorch_transforms_active()
         if not transformed and any(tracing(x) for x in (q, k, v)):
