@@ -189,8 +189,8 @@ static float* prepare(const SqMultipole& p, Context& x) {
   x.failed = false;
   plan.chunks = p.length_k / p.chunk;
   plan.slots = p.clusters + p.chunk / p.largest;
-  plan.ldc = odd_lines(plan.chunks * plan.slots);
-  plan.ldb = odd_lines(p.chunk < p.length_k ? p.chunk : p.length_k);
+  plan.ldc = padded(odd_lines(plan.chunks * plan.slots), PC);  // whole panels: with 16 lanes they are two lines wide
+  plan.ldb = padded(odd_lines(p.chunk < p.length_k ? p.chunk : p.length_k), PC);
   plan.ldk = padded(p.dim, VL);
   plan.lde = padded(p.width, VL);
   plan.floats = cut(p, plan, nullptr, nullptr);
