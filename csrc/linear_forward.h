@@ -6,7 +6,7 @@
 #pragma once
 
 #ifdef SQ_PAIRS
-#include "pairs.h"
+#include "experimental/pairs.h"
 #else
 #include "products.h"
 #endif

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "linear_backward_tasks.h"
-#include "window_two_sided.h"
+#include "window_bidirectional.h"
 
 namespace SQ_NS {
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -155,14 +154,6 @@ def test_scans_continue_each_other(far: Any, window: int, sinks: int) -> None:
                 assert torch.equal(got * real, there.float() * real)
             if far is not None:
                 torch.testing.assert_close(state.log_max, last.log_max.float(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def four_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
