@@ -180,7 +180,7 @@ static void window_walk_forward(const Head& hd, const WindowBack& b, const State
     scale_lanes(bw.lanes, E, ch.vectors, b.factor);
     score_gradients(hd, bw, st, *kept, group, walk.wanted.queries);
     if (!walk.wanted.queries) continue;
-    b.gain[group] += gain_gradient(pr, a, bw.big, st.z, h, ch.vectors);
+    if (pr.gain_grad) b.gain[group] += gain_gradient(pr, a, bw.big, st.z, h, ch.vectors);
     finish_queries(hd, bw, group, t0, n, a, st.z, h);
   }
   if (walk.near) add_window(hd, b, t0, queries);
