@@ -1,8 +1,8 @@
 // The C interface that Python loads, and the choice of instruction set at run time.
 //
 // The widest set that both this build and this CPU have is taken; SUBQUAD_NATIVE_ISA=baseline|avx2|avx512 forces one.
-// avx512bf16 is avx512 with products of bfloat16 pairs, taken if they pass their check on this CPU; bf16-emulated is
-// baseline with the same products in float32 arithmetic, for tests, and only where it is named.
+// Experimental, and only where they are named: avx512bf16 is avx512 with products of bfloat16 pairs, if they pass their
+// check on this CPU; bf16-emulated is baseline with the same products in float32 arithmetic.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -51,7 +51,7 @@ Choice choose() {
   offer("avx512", sq_avx512::kernels, sq_avx512::multipole_kernels, wide);
 #endif
 #ifdef SQ_HAVE_AVX512BF16
-  offer("avx512bf16", sq_avx512::kernels, sq_avx512::multipole_kernels, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
+  if (wanted) offer("avx512bf16", sq_avx512::kernels, sq_avx512::multipole_kernels, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
 #endif
   if (wanted) offer("bf16-emulated", sq_baseline::kernels, sq_baseline::multipole_kernels, true, &sq_emulated::pair_kernels);
   if (!best.kernels)

@@ -116,7 +116,7 @@ struct SqKernels {
   int (*project)(const SqCall*, float*);
 };
 
-// Products of bfloat16 pairs (pairs.h). check: whether they are right on this CPU.
+// Experimental: products of bfloat16 pairs (experimental/pairs.h). check: whether they are right on this CPU.
 struct SqPairKernels {
   int (*forward)(const SqCall*);
   int (*check)();

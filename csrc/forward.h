@@ -1,7 +1,7 @@
 // Entry point: out = (near + far) / normaliser for whole sequences or for the tokens after a state.
 #pragma once
 
-#include "window_two_sided.h"
+#include "window_bidirectional.h"
 
 namespace SQ_NS {
 

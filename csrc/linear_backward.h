@@ -182,17 +182,42 @@ static KeptChunk* next_kept(KeptList& list, const SqCall& pr, long lds) {
   return &list.items[list.used++];
 }
 
-// What a walk over the sequence is for. One worker does both; several share a head in two rounds, see backward_tasks.h.
+static void release_kept(KeptList& list, bool& failed) {
+  for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
+  if (list.failed) failed = true;
+}
+
+// What a walk over the sequence is for. One worker does both; several share a head in two rounds, see linear_backward_tasks.h.
 struct Wanted {
   bool queries, keys;
 };
 
+// Of a group whose g^T is in bw.lanes: d scores, and with `queries` the gradient of its features in bw.big.
+static void score_gradients(const Head& hd, const BackWork& bw, const State& st, const KeptChunk& kept, long group,
+                            bool queries) {
+  const long M = hd.pr->features, E = hd.pr->width;
+  const Chunk& ch = kept.ch;
+  float* ds = kept.ds + group * C * LD;
+  const float* h = kept.h + group * C;
+  if (queries) gemm(M, ch.vectors, E, st.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
+  for (long p = 0; p * NV < ch.vectors; p++) {
+    const long keys = (p + 1) * T;
+    gemm(keys, NV, E, ch.values, hd.lds, 1, bw.lanes + p * T, LD, ds + p * T, LD, FROM_ZERO);
+    for (long j = 0; j < keys; j++)
+      for (int v = 0; v < NV; v++) {
+        const long at = p * T + v * VL;
+        store(ds + j * LD + at, load(ds + j * LD + at) + load(h + at));
+      }
+    keep_causal(ds, p);
+    if (queries) gemm(M, NV, keys, ch.phi, LD, 1, ds + p * T, LD, bw.big + p * T, LD, FROM_C);
+  }
+}
+
 // Forward walk over [t0, t0 + n): dq, and everything the reverse walk needs.
 static void walk_forward(const Head& hd, const BackWork& bw, const State& st, KeptList& list, long t0, long n,
                          Wanted wanted) {
-  const SqCall& pr = *hd.pr;
-  const long M = pr.features, E = pr.width;
-  KeptChunk* kept = next_kept(list, pr, hd.lds);
+  const long M = hd.pr->features;
+  KeptChunk* kept = next_kept(list, *hd.pr, hd.lds);
   if (!kept) return;
   Chunk& ch = kept->ch;
   if (!prepare_causal(hd, bw.w, st, t0, n, ch) && n > 1 && !hopeless(hd, st, ch)) {
@@ -203,22 +228,10 @@ static void walk_forward(const Head& hd, const BackWork& bw, const State& st, Ke
   }
   rescale(hd, st, ch);
   for (long group = 0; group < hd.groups; group++) {
-    const float* a = ch.a + group * M * LD;
-    float *ds = kept->ds + group * C * LD, *g = kept->g + group * C * hd.lds, *h = kept->h + group * C;
+    float *g = kept->g + group * C * hd.lds, *h = kept->h + group * C;
     row_gradients(hd, hd.h * hd.groups + group, t0, n, ch.Z + group * C, g, h, bw.lanes, bw.w.rows);
-    if (wanted.queries) gemm(M, ch.vectors, E, st.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
-    for (long p = 0; p * NV < ch.vectors; p++) {
-      const long keys = (p + 1) * T;
-      gemm(keys, NV, E, ch.values, hd.lds, 1, bw.lanes + p * T, LD, ds + p * T, LD, FROM_ZERO);
-      for (long j = 0; j < keys; j++)
-        for (int v = 0; v < NV; v++) {
-          const long at = p * T + v * VL;
-          store(ds + j * LD + at, load(ds + j * LD + at) + load(h + at));
-        }
-      keep_causal(ds, p);
-      if (wanted.queries) gemm(M, NV, keys, ch.phi, LD, 1, ds + p * T, LD, bw.big + p * T, LD, FROM_C);
-    }
-    if (wanted.queries) finish_queries(hd, bw, group, t0, n, a, st.z, h);
+    score_gradients(hd, bw, st, *kept, group, wanted.queries);
+    if (wanted.queries) finish_queries(hd, bw, group, t0, n, ch.a + group * M * LD, st.z, h);
   }
   accumulate(hd, st, ch);
 }
@@ -246,11 +259,11 @@ static void chunk_keys(const Head& hd, const BackWork& bw, const State& R, const
 }
 
 // Reverse walk over one kept chunk: its keys, then R takes in its queries and moves to the shift before the chunk.
-static void walk_back(const Head& hd, const BackWork& bw, const State& R, const KeptChunk& kept, Wanted wanted) {
+static void walk_back(const Head& hd, const BackWork& bw, const State& R, const KeptChunk& kept, bool keys) {
   const SqCall& pr = *hd.pr;
   const long M = pr.features, E = pr.width;
   const Chunk& ch = kept.ch;
-  if (wanted.keys) chunk_keys(hd, bw, R, kept);
+  if (keys) chunk_keys(hd, bw, R, kept);
   for (long group = 0; group < hd.groups; group++)
     add_outer(hd, R, ch.a + group * M * LD, kept.g + group * C * hd.lds, kept.h + group * C, ch.n);
   for (long r = 0; r < M; r++) {

@@ -59,22 +59,34 @@ static void sum_R(const BackwardJob& job, const Head& hd, long index) {
   save_R(hd, index, whole, rho);
 }
 
-// Segments [first, last) in reverse; R comes in as it is after them and leaves as it is before them.
-static bool causal_back(const Head& hd, long index, const BackWork& bw, const State& st, const State& R, KeptList& list,
-                        long first, long last, Wanted wanted) {
+// Segments [first, last) in reverse; R comes in as it is after them and leaves as it is before them. walk(t0, n) goes
+// forward from `st`, as walk_forward does.
+template <class Walk>
+static void causal_back(const Head& hd, long index, const BackWork& bw, const State& st, const State& R, KeptList& list,
+                        long first, long last, bool keys, Walk walk) {
   const SqCall& pr = *hd.pr;
   const long M = pr.features, ME = M * pr.width;
-  for (long segment = last - 1; segment >= first; segment--) {
-    const float* from = checkpoint_at(pr, index, segment);
-    load_state(hd, st, from, from + ME, from + ME + M);
+  for (long segment = last - 1; segment >= first && !list.failed; segment--) {
+    if (M) {
+      const float* from = checkpoint_at(pr, index, segment);
+      load_state(hd, st, from, from + ME, from + ME + M);
+    }
     const long begin = segment * SQ_SEGMENT;
     const long end = begin + SQ_SEGMENT < pr.length_k ? begin + SQ_SEGMENT : pr.length_k;
     list.used = 0;
-    for (long t0 = begin; t0 < end; t0 += C) walk_forward(hd, bw, st, list, t0, end - t0 < C ? end - t0 : C, wanted);
-    if (list.failed) return false;
-    for (long i = list.used - 1; i >= 0; i--) walk_back(hd, bw, R, list.items[i], wanted);
+    for (long t0 = begin; t0 < end; t0 += C) walk(t0, end - t0 < C ? end - t0 : C);
+    for (long i = list.used - 1; M && i >= 0 && !list.failed; i--) walk_back(hd, bw, R, list.items[i], keys);
   }
-  return true;
+}
+
+// R before piece p is walked: dS_out after the last piece; to find dk and dv, what suffix_R left for the piece after it.
+static void start_piece(const BackwardJob& job, const Head& hd, long index, long p, const State& R) {
+  const bool last = p == job.pieces - 1;
+  start_R(hd, index, R, last);
+  if (job.phase != CAUSAL_KEYS || last) return;
+  const State later = job.R.at(index * job.pieces + p + 1);
+  memcpy(R.S, later.S, sizeof(float) * hd.pr->features * hd.lds);
+  memcpy(R.z, later.z, sizeof(float) * hd.pr->features);
 }
 
 // R of each piece alone -> R of the piece and everything after it, in the shift of the piece's start.
@@ -153,18 +165,14 @@ static void backward_task(void* context, int64_t task, int64_t) {
   } else if (job.phase == KEEP_STATES) {
     keep_states(hd, index, bw.w, st, ch);
   } else {
-    const bool last = p == job.pieces - 1;
-    const long all = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
-    const long from = p * job.segments, to = last ? all : from + job.segments;
     const Wanted wanted = {job.phase != CAUSAL_KEYS, job.phase != CAUSAL_QUERIES};
-    if (job.phase == CAUSAL_QUERIES) R = job.R.at(index * job.query_pieces + p);
-    start_R(hd, index, R, last);
-    if (job.phase == CAUSAL_KEYS && !last)
-      memcpy(R.S, job.R.at(index * job.query_pieces + p + 1).S, sizeof(float) * (M * hd.lds)),
-          memcpy(R.z, job.R.at(index * job.query_pieces + p + 1).z, sizeof(float) * M);
-    if (!causal_back(hd, index, bw, st, R, list, from, to, wanted)) job.failed = true;
+    const long from = p * job.segments, to = from + job.segments, all = segments_of(pr);
+    if (job.phase == CAUSAL_QUERIES) R = job.R.at(task);
+    start_piece(job, hd, index, p, R);
+    causal_back(hd, index, bw, st, R, list, from, to < all ? to : all, wanted.keys,
+                [&](long t0, long n) { walk_forward(hd, bw, st, list, t0, n, wanted); });
     if (job.phase == CAUSAL_BACK) save_R(hd, index, R, nullptr);
-    for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
+    release_kept(list, job.failed);
   }
 }
 
@@ -184,39 +192,37 @@ static int linear_backward(const SqCall* call) {
   job.query_pieces = 1;
   float* kept = nullptr;
   if (pr.causal) {
-    const long segments = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
     if (!pr.checkpoints) {
-      kept = sq_allocate(heads * segments * pr.features * (pr.width + 2));
+      kept = sq_allocate(heads * segments_of(pr) * pr.features * (pr.width + 2));
       if (!kept) return SQ_NO_MEMORY;
       pr.checkpoints = kept;
       run_back(job, KEEP_STATES, 1, 0);
     }
-    const long pieces = heads >= pr.threads ? 1 : pieces_for(heads, pr.length_k, 2 * pr.threads);
-    job.segments = (segments + pieces - 1) / pieces;
-    job.query_pieces = segments == 0 ? 1 : (segments + job.segments - 1) / job.segments;
-    if (job.query_pieces == 1) {
+    const Cut by = causal_cut(pr);
+    job.query_pieces = by.pieces;
+    job.segments = by.piece / SQ_SEGMENT;
+    if (by.pieces == 1) {
       run_back(job, CAUSAL_BACK, 1, 0);
     } else {
-      job.R = new_states(pr, heads * job.query_pieces);
+      job.R = new_states(pr, heads * by.pieces);
       if (job.R.base) {
-        run_back(job, CAUSAL_QUERIES, job.query_pieces, 0);
+        run_back(job, CAUSAL_QUERIES, by.pieces, 0);
         run_back(job, SUFFIX_R, 1, 0);
-        run_back(job, CAUSAL_KEYS, job.query_pieces, 0);
+        run_back(job, CAUSAL_KEYS, by.pieces, 0);
       } else {
         job.failed = true;
       }
     }
   } else {
-    job.query_pieces = pieces_for(heads, pr.length_q, 16);
+    const Cut queries = cut(heads, pr.length_q, 16, C), keys = cut(heads, pr.length_k, 16, C);
+    job.query_pieces = queries.pieces;
     job.states = new_states(pr, heads);
-    job.R = new_states(pr, heads * job.query_pieces);
+    job.R = new_states(pr, heads * queries.pieces);
     if (job.states.base && job.R.base) {
-      const long piece = round_up((pr.length_q + job.query_pieces - 1) / job.query_pieces, C);
-      const long key_pieces = pieces_for(heads, pr.length_k, 16);
       run_back(job, LOAD_STATES, 1, 0);
-      run_back(job, FULL_QUERIES, job.query_pieces, piece);
+      run_back(job, FULL_QUERIES, queries.pieces, queries.piece);
       run_back(job, SUM_R, 1, 0);
-      if (pr.length_k > 0) run_back(job, FULL_KEYS, key_pieces, round_up((pr.length_k + key_pieces - 1) / key_pieces, C));
+      if (pr.length_k > 0) run_back(job, FULL_KEYS, keys.pieces, keys.piece);
     } else {
       job.failed = true;
     }

@@ -6,7 +6,7 @@
 #pragma once
 
 #ifdef SQ_PAIRS
-#include "pairs.h"
+#include "experimental/pairs.h"
 #else
 #include "products.h"
 #endif
@@ -142,9 +142,10 @@ static void causal_range(const Head& hd, const Work& w, const State& st, Chunk& 
   update_state(hd, w, st, ch);
 }
 
+SQ_INLINE long segments_of(const SqCall& pr) { return (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT; }
+
 SQ_INLINE float* checkpoint_at(const SqCall& pr, long index, long segment) {
-  const long segments = (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT;
-  return pr.checkpoints + (index * segments + segment) * pr.features * (pr.width + 2);
+  return pr.checkpoints + (index * segments_of(pr) + segment) * pr.features * (pr.width + 2);
 }
 
 static void causal_scan(const Head& hd, long index, const Work& w, const State& st, Chunk& ch, long begin, long end) {
@@ -169,7 +170,8 @@ struct ForwardJob {
   long pieces, piece;  // tasks per head in this phase, and tokens in each
   long key_pieces;     // slots per head in `sums`
   States sums;         // (head, key piece): what each piece absorbed; the first slot becomes the whole
-  States starts;       // (head, key piece): causal, the state before the piece
+  States starts;       // (head, key piece): causal, the state before the piece; with `reverse` that of the keys after it
+  bool reverse;
   bool failed;         // no working memory
 };
 
@@ -185,11 +187,12 @@ static void forward_task(void* context, int64_t task, int64_t) {
     return;
   }
   if (job.phase == PREFIX_PIECES) {
-    load_state_in(hd, index, job.starts.at(index * job.key_pieces));
+    const long step = job.reverse ? -1 : 1, first = index * job.key_pieces + (job.reverse ? job.key_pieces - 1 : 0);
+    load_state_in(hd, index, job.starts.at(first));
     for (long i = 1; i < job.key_pieces; i++) {
-      const State st = job.starts.at(index * job.key_pieces + i);
-      memcpy(st.S, job.starts.at(index * job.key_pieces + i - 1).S, sizeof(float) * job.starts.slot);
-      merge_state(hd, st, job.sums.at(index * job.key_pieces + i - 1));
+      const State st = job.starts.at(first + i * step);
+      memcpy(st.S, job.starts.at(first + (i - 1) * step).S, sizeof(float) * job.starts.slot);
+      merge_state(hd, st, job.sums.at(first + (i - 1) * step));
     }
     return;
   }
@@ -237,6 +240,44 @@ SQ_INLINE long pieces_for(long heads, long length, long wanted) {
   return pieces < 1 ? 1 : pieces;
 }
 
+struct Cut {
+  long pieces, piece;  // per head, and tokens in each: a multiple of `step`, at least `least`
+};
+
+SQ_INLINE Cut cut(long heads, long length, long wanted, long step, long least = 1) {
+  const long pieces = pieces_for(heads, length, wanted), even = (length + pieces - 1) / pieces;
+  const long piece = round_up(even > least ? even : least, step);
+  return {length == 0 ? 1 : (length + piece - 1) / piece, piece};
+}
+
+// Causal walks: only where whole heads cannot keep the workers busy, since the state before each piece costs a pass over
+// the keys.
+SQ_INLINE Cut causal_cut(const SqCall& pr, long least = 1) {
+  const long heads = pr.batch * pr.heads_kv;
+  return cut(heads, pr.length_k, heads < pr.threads ? 2 * pr.threads : 1, SQ_SEGMENT, least);
+}
+
+// The state before each piece of a causal walk (`reverse`: of the keys after it). Without memory: base is null.
+static States piece_states(const SqCall& pr, Cut by, bool reverse = false) {
+  const long slots = pr.batch * pr.heads_kv * by.pieces;
+  ForwardJob job = {};
+  job.pr = &pr;
+  job.key_pieces = by.pieces;
+  job.reverse = reverse;
+  job.sums = new_states(pr, slots);
+  job.starts = new_states(pr, slots);
+  if (job.sums.base && job.starts.base) {
+    run_phase(job, ABSORB_PIECES, by.pieces, by.piece);
+    run_phase(job, PREFIX_PIECES, 1, 0);
+  }
+  if (!job.sums.base || job.failed) {
+    sq_release(job.starts.base);
+    job.starts.base = nullptr;
+  }
+  sq_release(job.sums.base);
+  return job.starts;
+}
+
 static int linear_forward(const SqCall* call) {
   const SqCall& pr = *call;
   const long heads = pr.batch * pr.heads_kv;
@@ -244,28 +285,21 @@ static int linear_forward(const SqCall* call) {
   ForwardJob job = {};
   job.pr = &pr;
   if (pr.causal) {
-    // A second pass over the keys is only worth it when whole heads cannot keep the workers busy.
-    job.key_pieces = heads >= pr.threads ? 1 : pieces_for(heads, pr.length_k, 2 * pr.threads);
-    const long piece = round_up((pr.length_k + job.key_pieces - 1) / job.key_pieces, SQ_SEGMENT);
-    job.key_pieces = pr.length_k == 0 ? 1 : (pr.length_k + piece - 1) / piece;
-    job.starts = new_states(pr, heads * job.key_pieces);
+    const Cut by = causal_cut(pr);
+    job.key_pieces = by.pieces;
+    job.starts = by.pieces > 1 ? piece_states(pr, by) : new_states(pr, heads);
     if (!job.starts.base) return SQ_NO_MEMORY;
-    if (job.key_pieces > 1) {
-      job.sums = new_states(pr, heads * job.key_pieces);
-      if (!job.sums.base) return sq_release(job.starts.base), SQ_NO_MEMORY;
-      run_phase(job, ABSORB_PIECES, job.key_pieces, piece);
-      run_phase(job, PREFIX_PIECES, 1, 0);
-    }
-    run_phase(job, CAUSAL_PIECES, job.key_pieces, piece);
+    run_phase(job, CAUSAL_PIECES, by.pieces, by.piece);
   } else {
-    job.key_pieces = pieces_for(heads, pr.length_k, 16);
-    job.sums = new_states(pr, heads * job.key_pieces);
+    const Cut keys = cut(heads, pr.length_k, 16, C);
+    job.key_pieces = keys.pieces;
+    job.sums = new_states(pr, heads * keys.pieces);
     if (!job.sums.base) return SQ_NO_MEMORY;
-    run_phase(job, ABSORB_PIECES, job.key_pieces, round_up((pr.length_k + job.key_pieces - 1) / job.key_pieces, C));
+    run_phase(job, ABSORB_PIECES, keys.pieces, keys.piece);
     run_phase(job, MERGE_PIECES, 1, 0);
     // Reading needs no merge, so its pieces may be many: the last ones decide how long the workers wait for each other.
-    const long pieces = pieces_for(heads, pr.length_q, 64);
-    if (pr.length_q > 0) run_phase(job, READ_PIECES, pieces, round_up((pr.length_q + pieces - 1) / pieces, C));
+    const Cut queries = cut(heads, pr.length_q, 64, C);
+    if (pr.length_q > 0) run_phase(job, READ_PIECES, queries.pieces, queries.piece);
   }
   sq_release(job.sums.base);
   sq_release(job.starts.base);

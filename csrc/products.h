@@ -1,4 +1,5 @@
-// The products of the forward in float32. pairs.h has the same functions with products of bfloat16 pairs.
+// The products of the forward in float32. experimental/pairs.h has the same functions with
+// products of bfloat16 pairs.
 #pragma once
 
 #include "chunk.h"

@@ -5,11 +5,13 @@
 //           of its 1/Z_i; once along the sequence and, without a causal mask, once along its reverse
 //   gain    d gain = sum_i f_i (G_i . N_i - D_i n_i), N and n the far numerator and normaliser
 //
-// Every walk adds to the same float32 gradients.
+// Every walk adds to the same float32 gradients. Where nothing is far, or heads are fewer than workers, a walk is cut into
+// pieces as in linear_backward_tasks.h. The windows of neighbouring pieces overlap, so even pieces go first, then odd
+// ones; the gradients of sinks and gain are summed per piece, and then in the order of the pieces.
 #pragma once
 
 #include "linear_backward_tasks.h"
-#include "window_two_sided.h"
+#include "window_bidirectional.h"
 
 namespace SQ_NS {
 
@@ -18,7 +20,8 @@ struct WindowBack {
   Near nr;
   float *delta, *base, *inverse, *factor, *h;      // [C]
   float *q_rows, *dq, *slopes;                     // [C][ldk], [D][LD], [rows][T]
-  float *dk, *dv, *sink_dk, *sink_dv;              // like Near's keys, values and sinks
+  float *dk, *dv;                                  // like Near's keys and values
+  float *sink_dk, *sink_dv, *gain;                 // of the piece: like Near's sinks; [groups]
 };
 
 static WindowBack take_window_back(Arena& arena, const SqCall& pr, long lds) {
@@ -36,8 +39,6 @@ static WindowBack take_window_back(Arena& arena, const SqCall& pr, long lds) {
   b.slopes = arena.take(b.nr.rows * T);
   b.dk = arena.take(window * b.nr.ldk);
   b.dv = arena.take(window * lds);
-  b.sink_dk = arena.take(b.nr.sinks * b.nr.ldk);
-  b.sink_dv = arena.take(b.nr.sinks * lds);
   return b;
 }
 
@@ -138,33 +139,38 @@ static float gain_gradient(const SqCall& pr, const float* a, const float* da, co
   return hsum(sum);
 }
 
-// walk_forward of linear_backward.h with the common normaliser; `near` on one of the two walks.
+// One walk: near as well, along the sequence or its reverse, and what it is for.
+struct WindowWalk {
+  bool near, reversed;
+  Wanted wanted;
+};
+
+// walk_forward of linear_backward.h with the common normaliser.
 static void window_walk_forward(const Head& hd, const WindowBack& b, const State& st, KeptList& list, long t0, long n,
-                                bool near) {
+                                WindowWalk walk) {
   const SqCall& pr = *hd.pr;
   const BackWork& bw = b.bw;
   const long M = pr.features, E = pr.width, queries = queries_in(pr, t0, n);
   KeptChunk* kept = next_kept(list, pr, hd.lds);
   if (!kept) return;
   Chunk& ch = kept->ch;
-  if (!prepare_window(hd, bw.w, st, near ? &b.nr : nullptr, t0, n, ch) && n > 1 && !poisoned(hd, st)) {
+  if (!prepare_window(hd, bw.w, st, walk.near ? &b.nr : nullptr, t0, n, ch) && n > 1 && !poisoned(hd, st)) {
     list.used--;
-    window_walk_forward(hd, b, st, list, t0, n / 2, near);
-    window_walk_forward(hd, b, st, list, t0 + n / 2, n - n / 2, near);
+    window_walk_forward(hd, b, st, list, t0, n / 2, walk);
+    window_walk_forward(hd, b, st, list, t0 + n / 2, n - n / 2, walk);
     return;
   }
   rescale(hd, st, ch);
-  if (near) {
+  if (walk.near) {
     memset(b.dk, 0, sizeof(float) * (queries + b.nr.reach) * b.nr.ldk);
     memset(b.dv, 0, sizeof(float) * (queries + b.nr.reach) * hd.lds);
   }
   for (long group = 0; group < hd.groups; group++) {
-    const long head = hd.h * hd.groups + group;
     const float* a = ch.a + group * M * LD;
-    float *ds = kept->ds + group * C * LD, *g = kept->g + group * C * hd.lds, *h = kept->h + group * C;
-    const long row = near ? t0 : pr.length_q - 1 - t0;
-    fetch_rows(hd, b, head, t0, queries, row, near ? 1 : -1, g);
-    if (near && queries > 0) near_back(hd, b, group, t0, queries, g);
+    float *g = kept->g + group * C * hd.lds, *h = kept->h + group * C;
+    const long row = walk.reversed ? pr.length_q - 1 - t0 : t0;
+    fetch_rows(hd, b, hd.h * hd.groups + group, t0, queries, row, walk.reversed ? -1 : 1, g);
+    if (walk.near && queries > 0) near_back(hd, b, group, t0, queries, g);
     if (!M) continue;
     row_factors(b, ch.top + group * C, gain_of(pr, hd, group), b.factor);
     for (long i = 0; i < C; i++) {
@@ -172,34 +178,31 @@ static void window_walk_forward(const Head& hd, const WindowBack& b, const State
       for (long e = 0; e < E; e += VL) store(g + i * hd.lds + e, load(g + i * hd.lds + e) * splat(b.factor[i]));
     }
     scale_lanes(bw.lanes, E, ch.vectors, b.factor);
-    gemm(M, ch.vectors, E, st.S, hd.lds, 1, bw.lanes, LD, bw.big, LD, FROM_ZERO);
-    for (long p = 0; p * NV < ch.vectors; p++) {
-      const long keys = (p + 1) * T;
-      gemm(keys, NV, E, ch.values, hd.lds, 1, bw.lanes + p * T, LD, ds + p * T, LD, FROM_ZERO);
-      for (long j = 0; j < keys; j++)
-        for (int v = 0; v < NV; v++) {
-          const long at = p * T + v * VL;
-          store(ds + j * LD + at, load(ds + j * LD + at) + load(h + at));
-        }
-      keep_causal(ds, p);
-      gemm(M, NV, keys, ch.phi, LD, 1, ds + p * T, LD, bw.big + p * T, LD, FROM_C);
-    }
-    if (pr.gain_grad)
-      pr.gain_grad[hd.b * pr.heads_q + head] += gain_gradient(pr, a, bw.big, st.z, h, ch.vectors);
+    score_gradients(hd, bw, st, *kept, group, walk.wanted.queries);
+    if (!walk.wanted.queries) continue;
+    if (pr.gain_grad) b.gain[group] += gain_gradient(pr, a, bw.big, st.z, h, ch.vectors);
     finish_queries(hd, bw, group, t0, n, a, st.z, h);
   }
-  if (near) add_window(hd, b, t0, queries);
+  if (walk.near) add_window(hd, b, t0, queries);
   accumulate(hd, st, ch);
 }
 
-static void window_back_task(void* context, int64_t index, int64_t) {
-  WindowJob& job = *(WindowJob*)context;
+struct WindowBackJob : BackwardJob {
+  bool reversed;
+  long first, every;   // pieces of this round: first, first + every, ...
+  float* sums;         // (head, piece): gradients of the sinks and of the gain
+  long sinks, values;  // floats of the first two in a slot
+  long slot;
+};
+
+static void window_back_task(void* context, int64_t task, int64_t) {
+  WindowBackJob& job = *(WindowBackJob*)context;
   const SqCall& pr = *job.pr;
-  const SqCall back = reversed_call(pr);
-  const long M = pr.features, ME = M * pr.width;
+  const long round = (job.pieces - job.first + job.every - 1) / job.every;
+  const long index = task / round, p = job.first + task % round * job.every, M = pr.features;
+  const Head hd = head_of(pr, index);
   KeptChunk items[SQ_SEGMENT];
   KeptList list = {items, {}, 0, 0, false};
-  const Head hd = head_of(pr, index);
   WindowBack b;
   State st, R;
   if (!in_scratch([&](Arena& arena) {
@@ -211,36 +214,74 @@ static void window_back_task(void* context, int64_t index, int64_t) {
     job.failed = true;
     return;
   }
-  memset(b.sink_dk, 0, sizeof(float) * b.nr.sinks * b.nr.ldk);
-  memset(b.sink_dv, 0, sizeof(float) * b.nr.sinks * hd.lds);
-  for (int from_right = pr.both_sides && M ? 1 : 0; from_right >= 0; from_right--) {
-    const SqCall& here = from_right ? back : pr;
-    const Head at = head_of(here, index);
-    if (!from_right) fetch_sinks(at, b.nr);
-    start_R(at, index, R, true);
-    for (long segment = segments_of(here) - 1; segment >= 0 && !list.failed; segment--) {
-      if (M) {
-        const float* from = checkpoint_at(here, index, segment);
-        load_state(at, st, from, from + ME, from + ME + M);
-      }
-      const long begin = segment * SQ_SEGMENT;
-      const long end = begin + SQ_SEGMENT < here.length_k ? begin + SQ_SEGMENT : here.length_k;
-      list.used = 0;
-      for (long t0 = begin; t0 < end; t0 += C) window_walk_forward(at, b, st, list, t0, end - t0 < C ? end - t0 : C, !from_right);
-      for (long i = list.used - 1; M && i >= 0 && !list.failed; i--) walk_back(at, b.bw, R, list.items[i], {true, true});
-    }
-    save_R(at, index, R, nullptr);
+  b.sink_dk = job.sums + (index * job.pieces + p) * job.slot;
+  b.sink_dv = b.sink_dk + job.sinks;
+  b.gain = b.sink_dv + job.values;
+  const Wanted wanted = {job.phase != CAUSAL_KEYS, job.phase != CAUSAL_QUERIES};
+  const WindowWalk walk = {wanted.queries && !job.reversed, job.reversed, wanted};
+  if (walk.near) fetch_sinks(hd, b.nr);
+  if (job.phase == CAUSAL_QUERIES && M) R = job.R.at(index * job.pieces + p);
+  start_piece(job, hd, index, p, R);
+  const long from = p * job.segments, to = from + job.segments, all = segments_of(pr);
+  causal_back(hd, index, b.bw, st, R, list, from, to < all ? to : all, wanted.keys,
+              [&](long t0, long n) { window_walk_forward(hd, b, st, list, t0, n, walk); });
+  if (job.phase == CAUSAL_BACK) save_R(hd, index, R, nullptr);
+  release_kept(list, job.failed);
+}
+
+static void run_window_back(WindowBackJob& job, BackPhase phase) {
+  const long heads = job.pr->batch * job.pr->heads_kv;
+  job.phase = phase;
+  job.every = phase == CAUSAL_QUERIES && !job.reversed ? 2 : 1;
+  for (job.first = 0; job.first < job.every; job.first++) {
+    const long round = (job.pieces - job.first + job.every - 1) / job.every;
+    if (!job.failed) sq_parallel(heads * round, job.pr->threads, window_back_task, &job);
   }
-  add_rows(pr.sink_dk, hd, 0, b.nr.sinks, pr.near_dim, b.sink_dk, b.nr.ldk);
-  add_rows(pr.sink_dv, hd, 0, b.nr.sinks, pr.width, b.sink_dv, hd.lds);
-  if (list.failed) job.failed = true;
-  for (long i = SQ_SEGMENT / C; i < list.ready; i++) sq_release(list.owned[i]);
+}
+
+// One walk over all pieces of all heads.
+static void back_walk(WindowBackJob& job, const SqCall& here, bool reversed) {
+  const long heads = here.batch * here.heads_kv;
+  job.pr = &here;
+  job.reversed = reversed;
+  if (job.pieces == 1) return run_window_back(job, CAUSAL_BACK);
+  run_window_back(job, CAUSAL_QUERIES);
+  if (here.features == 0) return;
+  for (long index = 0; index < heads; index++) suffix_R(job, head_of(here, index), index);
+  run_window_back(job, CAUSAL_KEYS);
 }
 
 // Needs the checkpoints and stats of the forward.
 static int window_backward(const SqCall& pr) {
-  WindowJob job = {&pr, 1, pr.length_k, {}, false};
-  sq_parallel(pr.batch * pr.heads_kv, pr.threads, window_back_task, &job);
+  const long heads = pr.batch * pr.heads_kv, groups = pr.heads_q / pr.heads_kv, lds = state_stride(pr.width);
+  const long ldk = state_stride(pr.near_dim);
+  const Cut by = window_cut(pr, pr.both_sides ? 2 * pr.window : pr.window);
+  WindowBackJob job = {};
+  job.pieces = job.query_pieces = by.pieces;
+  job.segments = by.piece / SQ_SEGMENT;
+  job.sinks = pr.sinks * ldk;
+  job.values = pr.sinks * lds;
+  job.slot = round_up(job.sinks + job.values + groups, 16);
+  job.sums = sq_allocate(heads * by.pieces * job.slot);
+  if (by.pieces > 1 && pr.features) job.R = new_states(pr, heads * by.pieces);
+  job.failed = !job.sums || (by.pieces > 1 && pr.features && !job.R.base);
+  if (!job.failed) {
+    memset(job.sums, 0, sizeof(float) * heads * by.pieces * job.slot);
+    if (pr.both_sides && pr.features) back_walk(job, reversed_call(pr), true);
+    back_walk(job, pr, false);
+    for (long index = 0; index < heads; index++) {
+      const Head hd = head_of(pr, index);
+      for (long p = 0; p < by.pieces; p++) {
+        const float* slot = job.sums + (index * by.pieces + p) * job.slot;
+        add_rows(pr.sink_dk, hd, 0, pr.sinks, pr.near_dim, slot, ldk);
+        add_rows(pr.sink_dv, hd, 0, pr.sinks, pr.width, slot + job.sinks, lds);
+        for (long g = 0; g < groups && pr.gain_grad; g++)
+          pr.gain_grad[hd.b * pr.heads_q + hd.h * groups + g] += slot[job.sinks + job.values + g];
+      }
+    }
+  }
+  sq_release(job.sums);
+  sq_release(job.R.base);
   return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 

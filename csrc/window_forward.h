@@ -18,8 +18,6 @@ SQ_INLINE SqTensor reversed(SqTensor x, long length) {
   return x;
 }
 
-SQ_INLINE long segments_of(const SqCall& pr) { return (pr.length_k + SQ_SEGMENT - 1) / SQ_SEGMENT; }
-
 // The far field seen from the other end: no state comes in or goes out, checkpoints follow those of the first walk.
 static SqCall reversed_call(const SqCall& pr) {
   SqCall back = pr;
@@ -42,6 +40,16 @@ static SqCall reversed_call(const SqCall& pr) {
 struct RightSide {
   float *numerator, *Z, *top;
 };
+
+static RightSide take_side(Arena& arena, const SqCall& pr, long heads) {
+  const long rows = heads * (pr.heads_q / pr.heads_kv) * pr.length_q;
+  return {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
+}
+
+SQ_INLINE RightSide side_of(const SqCall& pr, const RightSide& sides, long index) {
+  const long first = index * (pr.heads_q / pr.heads_kv) * pr.length_q;
+  return {sides.numerator + first * pr.width, sides.Z + first, sides.top + first};
+}
 
 struct Walk {
   Work w;
@@ -202,10 +210,13 @@ static void window_range(const Head& hd, Walk& x, const State& st, const RightSi
   accumulate(hd, st, x.ch);
 }
 
+// Near and far in tasks of one piece of one head.
 struct WindowJob {
   const SqCall* pr;
-  long pieces, piece;  // of the walk, per head
-  States starts;       // (head, piece): the state before each piece; null where each head is one task
+  Cut by;
+  States starts, behind;  // (head, piece): far keys before each piece, and after it; base null: none
+  RightSide sides;        // of all heads, where walks run one after the other over all pieces
+  int first, last;        // walks of a task: 1 from the right, 0 from the left
   bool failed;
 };
 
@@ -213,29 +224,28 @@ static void window_task(void* context, int64_t task, int64_t) {
   WindowJob& job = *(WindowJob*)context;
   const SqCall& pr = *job.pr;
   const SqCall back = reversed_call(pr);
-  const long index = task / job.pieces, p = task % job.pieces;
-  const long M = pr.features, ME = M * pr.width, L = pr.length_q;
+  const long index = task / job.by.pieces, p = task % job.by.pieces;
+  const long M = pr.features, ME = M * pr.width;
   const bool two_walks = pr.both_sides && M > 0;
   const Head hd = head_of(pr, index);
-  const long rows = two_walks ? hd.groups * L : 0;
   Walk x;
   State st;
-  RightSide side;
+  RightSide side = {};
   if (!in_scratch([&](Arena& arena) {
         x = take_walk(arena, pr, hd.lds);
         st = take_state(arena, M, hd.lds);
-        side = {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
+        if (two_walks) side = job.sides.Z ? side_of(pr, job.sides, index) : take_side(arena, pr, 1);
       })) {
     job.failed = true;
     return;
   }
-  for (int from_right = two_walks ? 1 : 0; from_right >= 0; from_right--) {
+  for (int from_right = job.first; from_right >= job.last; from_right--) {
     const SqCall& here = from_right ? back : pr;
     const Head at = head_of(here, index);
     if (job.starts.base) st = job.starts.at(task);
     else load_state_in(at, index, st);
     if (!from_right) fetch_sinks(at, x.nr);
-    const long begin = p * job.piece, last = begin + job.piece, end = last < here.length_k ? last : here.length_k;
+    const long begin = p * job.by.piece, last = begin + job.by.piece, end = last < here.length_k ? last : here.length_k;
     for (long t0 = begin; t0 < end; t0 += C) {
       if (here.checkpoints && M && t0 % SQ_SEGMENT == 0) {
         float* to = checkpoint_at(here, index, t0 / SQ_SEGMENT);
@@ -245,37 +255,44 @@ static void window_task(void* context, int64_t task, int64_t) {
       if (from_right) right_range(at, x, st, side, t0, n);
       else window_range(at, x, st, two_walks ? &side : nullptr, t0, n);
     }
-    if (p == job.pieces - 1) save_state_out(at, index, st);
+    if (p == job.by.pieces - 1) save_state_out(at, index, st);
   }
 }
 
-// Whole heads, or pieces of the sequence: as many as one likes where nothing is far; else only where heads cannot keep the
-// workers busy, since the state before each piece costs a pass over the keys.
+static void run_window(WindowJob& job, SqBody body) {
+  if (!job.failed) sq_parallel(job.pr->batch * job.pr->heads_kv * job.by.pieces, job.pr->threads, body, &job);
+}
+
+// Where nothing is far, pieces are cut by shape alone: the result does not depend on the number of threads.
+SQ_INLINE Cut window_cut(const SqCall& pr, long least = 1) {
+  return pr.features ? causal_cut(pr, least) : cut(pr.batch * pr.heads_kv, pr.length_k, 32, SQ_SEGMENT, least);
+}
+
+// A task does both walks of a head, or one walk of a piece of it.
 static int window_walks(const SqCall& pr) {
-  const long heads = pr.batch * pr.heads_kv;
-  WindowJob job = {&pr, 1, pr.length_k, {}, false};
-  if (pr.features == 0) job.pieces = pieces_for(heads, pr.length_k, 32);
-  else if (!pr.both_sides && heads < pr.threads) job.pieces = pieces_for(heads, pr.length_k, 2 * pr.threads);
-  if (job.pieces > 1) {
-    job.piece = round_up((pr.length_k + job.pieces - 1) / job.pieces, SQ_SEGMENT);
-    job.pieces = (pr.length_k + job.piece - 1) / job.piece;
+  const int two_walks = pr.both_sides && pr.features;
+  WindowJob job = {&pr, window_cut(pr), {}, {}, {}, two_walks, 0, false};
+  if (job.by.pieces == 1 || pr.features == 0) {
+    run_window(job, window_task);
+    return job.failed ? SQ_NO_MEMORY : SQ_OK;
   }
-  States sums = {};
-  if (job.pieces > 1 && pr.features) {
-    ForwardJob far = {};
-    far.pr = &pr;
-    far.key_pieces = job.pieces;
-    far.sums = sums = new_states(pr, heads * job.pieces);
-    far.starts = job.starts = new_states(pr, heads * job.pieces);
-    if (sums.base && job.starts.base) {
-      run_phase(far, ABSORB_PIECES, job.pieces, job.piece);
-      run_phase(far, PREFIX_PIECES, 1, 0);
-    }
-    job.failed = far.failed || !sums.base || !job.starts.base;
+  float* memory = nullptr;
+  if (two_walks) {
+    Arena measure = {nullptr, 0};
+    take_side(measure, pr, pr.batch * pr.heads_kv);
+    memory = sq_allocate(measure.used);
+    if (!memory) return SQ_NO_MEMORY;
+    Arena arena = {memory, 0};
+    job.sides = take_side(arena, pr, pr.batch * pr.heads_kv);
   }
-  if (!job.failed) sq_parallel(heads * job.pieces, pr.threads, window_task, &job);
-  sq_release(sums.base);
-  sq_release(job.starts.base);
+  for (int from_right = two_walks; from_right >= 0; from_right--) {
+    job.first = job.last = from_right;
+    job.starts = piece_states(from_right ? reversed_call(pr) : pr, job.by);
+    job.failed = job.failed || !job.starts.base;
+    run_window(job, window_task);
+    sq_release(job.starts.base);
+  }
+  sq_release(memory);
   return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 

@@ -131,8 +131,8 @@ def test_a_damaged_config_is_refused_or_means_something(data: Any) -> None:
         again = ModelConfig.from_json(text)
     except (ValueError, TypeError) as error:
         assert str(error)
-        return
-    assert ModelConfig.from_json(again.to_json()) == again
+    else:
+        assert ModelConfig.from_json(again.to_json()) == again
 
 
 @settings(max_examples=200)
@@ -149,9 +149,11 @@ def test_create_answers_or_refuses(name: str, width: Any, heads: Any, option: st
     if isinstance(heads, int) and heads > 16:
         heads = 16
     try:
-        sq.create(name, width, heads, **({option: value} if option else {}))
+        made = sq.create(name, width, heads, **({option: value} if option else {}))
     except REFUSALS as error:
         assert str(error)
+    else:
+        assert made.head_dim == width
 
 
 def test_options_of_any_type_are_refused_with_their_name() -> None:

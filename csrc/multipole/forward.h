@@ -192,8 +192,8 @@ static float* prepare(const SqMultipole& p, Context& x) {
   x.failed = false;
   plan.chunks = p.length_k / p.chunk;
   plan.slots = p.clusters + p.chunk / p.largest;
-  plan.ldc = odd_lines(plan.chunks * plan.slots + PC - 1);  // products write whole panels of scores
-  plan.ldb = padded(p.chunk < p.length_k ? p.chunk : p.length_k, PC);
+  plan.ldc = odd_lines(plan.chunks * plan.slots);
+  plan.ldb = odd_lines(p.chunk < p.length_k ? p.chunk : p.length_k);
   plan.ldk = padded(p.dim, VL);
   plan.lde = padded(p.width, VL);
   plan.floats = cut(p, plan, nullptr, nullptr);

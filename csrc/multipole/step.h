@@ -63,7 +63,7 @@ static void plan_steps(const SqMultipolePages& s, Steps& x) {
   plan.call = &p;
   for (long b = 0; b < p.batch; b++) plan.chunks = s.pages[b] > plan.chunks ? s.pages[b] : plan.chunks;
   plan.slots = p.clusters + p.chunk / p.largest;
-  plan.ldc = odd_lines(plan.chunks * plan.slots + PC - 1);
+  plan.ldc = odd_lines(plan.chunks * plan.slots);
   plan.ldb = s.room;
   plan.ldk = padded(p.dim, VL);
   plan.lde = padded(p.width, VL);

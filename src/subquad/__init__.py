@@ -42,14 +42,14 @@ __all__ = [
     "predict_error",
 ]
 
-# Rooms that need extras or time to load: imported on first use.
-_ROOMS = ("hf", "lab", "nn", "parallel")
+# Subpackages that need extras or time to load: imported on first use.
+_SUBPACKAGES = ("hf", "lab", "nn", "parallel")
 # Functions that most programs never call: their modules are imported on first use.
 _LATER = {"plan": "planning.choice", "predict_error": "planning.prediction"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
@@ -57,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS])
+    return sorted([*__all__, *_SUBPACKAGES])

@@ -195,18 +195,30 @@ FIXTURES: dict[str, list[Any]] = {
     "seeded_case": [case for case in CASES if case.seeded],
     "seeded_recurrent_case": [case for case in CASES if case.seeded and case.cls.recurrent],
     "cross_case": [case for case in CASES if case.make().cross],
+    "self_case": [case for case in CASES if not case.make().cross],
+    "unsigned_case": [case for case in CASES if not case.make().signed],
+    # What is exact is torch's own kernel, under torch's own autocast rule.
+    "approximate_case": [case for case in CASES if not case.cls.exact],
+    "buffered_case": [case for case in CASES if any(x.is_floating_point() for x in case.make().buffers())],
     "scalable_case": [case for case in CASES if case.scalable],
     # Finite differences need float64; for the native kernels the definition's gradient stands in their place.
     "float64_case": [case for case in CASES if case.backend is None],
     "causal_case": [case for case in CASES if case.cls.causal],
     "blind_case": [case for case in CASES if case.cls.causal and not case.leaks],
     "leaking_case": [case for case in CASES if case.cls.causal and case.leaks],
-    "two_sided_case": [case for case in CASES if not case.cls.causal],
+    "noncausal_case": [case for case in CASES if not case.cls.causal],
     "recurrent_case": [case for case in CASES if case.cls.recurrent],
     "merging_case": [case for case in CASES if case.cls.recurrent and case.make().merges],
     # Where a token's place among the others counts.
     "placed_case": [case for case in CASES if issubclass(case.cls, (Windowed, Sparse))],
     "kernelised_case": [case for case in CASES if case.cls.kernelised],
+    # Chunks are those of torch, and do not know which directions the features have.
+    "chunked_case": [
+        case
+        for case in CASES
+        if case.cls.kernelised and case.backend is None and case.options.get("projection", "orthogonal") == "orthogonal"
+    ],
+    "learned_case": [case for case in CASES if any(p.requires_grad for p in case.make().parameters())],
 }
 
 

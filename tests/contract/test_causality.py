@@ -51,9 +51,9 @@ def test_what_can_be_causal_has_no_reason_not_to_be(causal_case):
     assert not causal_case.cls.causal_refusal
 
 
-def test_what_cannot_be_causal_says_why(two_sided_case):
-    attn, (q, k, v) = two_sided_case.make(), two_sided_case.inputs(length=10)
+def test_what_cannot_be_causal_says_why(noncausal_case):
+    attn, (q, k, v) = noncausal_case.make(), noncausal_case.inputs(length=10)
     with pytest.raises(ValueError, match="cannot be causal") as raised:
         attn(q, k, v, is_causal=True)
-    assert two_sided_case.cls.causal_refusal
-    assert two_sided_case.cls.causal_refusal in str(raised.value)
+    assert noncausal_case.cls.causal_refusal
+    assert noncausal_case.cls.causal_refusal in str(raised.value)

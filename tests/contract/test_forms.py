@@ -12,7 +12,7 @@ def _close(a, b, tolerance):
     return (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())
 
 
-@pytest.mark.parametrize("sizes", [[37], [1] * 37, [5, 1, 0, 30, 1], [20, 17]])
+@pytest.mark.parametrize("sizes", [[37], [1] * 37, [5, 1, 0, 30, 1]])
 def test_scan_in_any_split_equals_the_parallel_form(recurrent_case, sizes):
     attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs()
     want = attn(q, k, v, is_causal=True)

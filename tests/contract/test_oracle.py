@@ -34,33 +34,27 @@ def test_equals_its_definition(case, masked):
             _assert_close(got_grad, want_grad, case.tolerance)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 13, 64])
-def test_chunk_size_does_not_change_the_result(kernelised_case, chunk_size):
-    attn, (q, k, v) = kernelised_case.make(), kernelised_case.inputs(length=70)
-    for is_causal in kernelised_case.causal_modes:
+@pytest.mark.parametrize(("chunk_size", "length"), [(1, 9), (13, 70), (64, 70)])
+def test_chunk_size_does_not_change_the_result(chunked_case, chunk_size, length):
+    attn, (q, k, v) = chunked_case.make(), chunked_case.inputs(length=length)
+    for is_causal in chunked_case.causal_modes:
         out, grads = _forward_and_gradient(attn, q, k, v, is_causal=is_causal, chunk_size=chunk_size)
         want, want_grads = _forward_and_gradient(attn, q, k, v, is_causal=is_causal, backend="reference")
-        _assert_close(out, want, kernelised_case.tolerance)
+        _assert_close(out, want, chunked_case.tolerance)
         for got_grad, want_grad in zip(grads, want_grads, strict=True):
-            _assert_close(got_grad, want_grad, kernelised_case.tolerance)
+            _assert_close(got_grad, want_grad, chunked_case.tolerance)
 
 
-def test_parameters_get_their_gradient(case):
-    attn, (q, k, v) = case.make(), case.inputs()
+def test_parameters_get_their_gradient(learned_case):
+    attn, (q, k, v) = learned_case.make(), learned_case.inputs()
     parameters = [p for p in attn.parameters() if p.requires_grad]
-    for is_causal in case.causal_modes:
-        got = (
-            torch.autograd.grad(attn(q, k, v, is_causal=is_causal, chunk_size=16).square().sum(), parameters)
-            if parameters
-            else ()
-        )
-        want = (
-            torch.autograd.grad(attn(q, k, v, is_causal=is_causal, backend="reference").square().sum(), parameters)
-            if parameters
-            else ()
+    for is_causal in learned_case.causal_modes:
+        got, want = (
+            torch.autograd.grad(attn(q, k, v, is_causal=is_causal, **call).square().sum(), parameters)
+            for call in ({"chunk_size": 16}, {"backend": "reference"})
         )
         for a, b in zip(got, want, strict=True):
-            _assert_close(a, b, 1e-5 if a.dtype == torch.float32 else case.tolerance)
+            _assert_close(a, b, 1e-5 if a.dtype == torch.float32 else learned_case.tolerance)
 
 
 def test_every_option_appears_in_a_variant(first_case):

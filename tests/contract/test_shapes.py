@@ -4,17 +4,20 @@ import pytest
 import torch
 
 
-def test_more_keys_than_queries_and_the_reverse(case):
+def test_more_keys_than_queries_and_the_reverse(cross_case):
     for length, keys in ((5, 31), (31, 5)):
-        attn, (q, k, v) = case.make(), case.inputs(length=length, keys=keys)
-        if not attn.cross:
-            with pytest.raises(ValueError, match=r"cross|same length|as many"):
-                attn(q, k, v)
-            continue
+        attn, (q, k, v) = cross_case.make(), cross_case.inputs(length=length, keys=keys)
         out = attn(q, k, v)
         want = attn(q, k, v, backend="reference")
         assert out.shape == (2, 2, length, 6)
-        assert (out - want).abs().max() <= case.tolerance
+        assert (out - want).abs().max() <= cross_case.tolerance
+
+
+def test_other_lengths_are_refused_where_tokens_have_places(self_case):
+    for length, keys in ((5, 31), (31, 5)):
+        attn, (q, k, v) = self_case.make(), self_case.inputs(length=length, keys=keys)
+        with pytest.raises(ValueError, match=r"cross|same length|as many"):
+            attn(q, k, v)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3])

@@ -181,6 +181,18 @@ def compare(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, k
         assert found <= 2.0 * limit + 3e-7, f"{name}: {found:.1e}, torch's own float32 error {limit:.1e}"
 
 
+def _cpu_flags() -> set[str] | None:
+    """What the CPU says it has; None where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    return set(info.read_text().split()) if info.exists() else None
+
+
+_FLAGS = _cpu_flags()
+_NEEDED = {"avx2": "avx2", "avx512": "avx512vl", "avx512bf16": "avx512_bf16"}
+PRESENT = ["baseline", "bf16-emulated", *(isa for isa, flag in _NEEDED.items() if flag in (_FLAGS or ()))]
+ABSENT = ["mmx", *(isa for isa, flag in _NEEDED.items() if _FLAGS is not None and flag not in _FLAGS)]
+
+
 def run_with(isa: str, script: str) -> subprocess.CompletedProcess[str]:
     """`script`, where {folder} stands for that of all tests, in a process whose kernels use this instruction set."""
     script = script.format(folder=str(Path(__file__).parent.parent))

@@ -156,36 +156,52 @@ def test_scans_continue_each_other(far: Any, window: int, sinks: int) -> None:
                 torch.testing.assert_close(state.log_max, last.log_max.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("far", [FAR[0], FAR[5], None], ids=str)
-@pytest.mark.parametrize("threads", [1, 4])
-def test_pieces_of_a_sequence_on_several_threads(far: Any, threads: int) -> None:
-    """One head, several workers: each takes a piece, and starts from the far keys before it. Padding at the end."""
+def test_pieces_of_a_sequence_on_several_threads(far: Any, is_causal: bool, four_threads: None) -> None:
+    """One head, several workers: each takes a piece, and starts from the far keys around it. Padding at the end."""
     attn = make(far, 8, 2, 1, window=20, sinks=3)
-    q, k, v = draw(1, 2, 1, 2300, 8, 6)
+    compare(attn, *draw(1, 2, 1, 2300, 8, 6), is_causal=is_causal, key_mask=torch.arange(2300)[None] < 2200)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_keys_far_apart_in_size_in_pieces(is_causal: bool, four_threads: None) -> None:
+    """The pieces that hold the large keys cut their chunks, and their states reach the others."""
+    attn = make({**PERFORMER, "features": "positive", "num_features": 32}, 4, 1, 1, window=3, sinks=1)
+    q, k, v = draw(1, 1, 1, 1600, 4, 3)
+    k[:, :, 590:600] *= 60 / k[:, :, 590:600].norm(dim=-1, keepdim=True)
+    q[:, :, 590:] *= -1
+    compare(attn, q, k, v, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("far", [FAR[0], FAR[5], None], ids=str)
+def test_pieces_continue_a_state(far: Any, four_threads: None) -> None:
+    attn = make(far, 8, 2, 1, window=20, sinks=3)
+    inputs = draw(1, 2, 1, 2300, 8, 6)
     key_mask = torch.arange(2300)[None] < 2200
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.no_grad():
-            _, state = attn.scan(*(x[:, :, :100] for x in (q, k, v)), backend="chunked")
-            rest = [x[:, :, 100:] for x in (q, k, v)]
-            results = [
-                (*attn.scan(*rest, state, key_mask=key_mask[:, 100:], backend=backend), attn(q, k, v, backend=backend))
-                for backend in ("native", "chunked")
-            ]
-        trained = [
-            with_gradients(lambda *x, b=backend: attn(*x, is_causal=True, key_mask=key_mask, backend=b), q, k, v)
-            for backend in ("native", "chunked")
-        ]
-    finally:
-        torch.set_num_threads(before)
-    for got, want in zip(*trained, strict=True):
-        assert (got - want).norm() <= 1e-5 * want.norm()
-    (out, after, full), (want, wanted, whole) = results
-    for got, there in ((out, want), (full, whole)):
-        assert (got - there).norm() <= 1e-5 * there.norm()
+    with torch.no_grad():
+        _, state = attn.scan(*(x[:, :, :100] for x in inputs), backend="chunked")
+        rest = [x[:, :, 100:] for x in inputs]
+        (out, after), (want, wanted) = (
+            attn.scan(*rest, state, key_mask=key_mask[:, 100:], backend=backend) for backend in ("native", "chunked")
+        )
+    assert (out - want).norm() <= 1e-5 * want.norm()
     for mine, theirs in zip(*(torch.utils._pytree.tree_leaves(x) for x in (after, wanted)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("far", [FAR[0], None], ids=["hybrid", "local"])
+def test_threads_do_not_change_whole_heads_and_windows(far: Any, is_causal: bool, four_threads: None) -> None:
+    """The same bits: of local attention always, of hybrid where every thread has a head."""
+    heads = 1 if far is None else 4
+    attn = make(far, 8, heads, heads, window=20, sinks=3)
+    inputs = draw(1, heads, heads, 1300, 8, 6)
+    four = with_gradients(lambda *x: attn(*x, is_causal=is_causal, backend="native"), *inputs)
+    torch.set_num_threads(1)
+    one = with_gradients(lambda *x: attn(*x, is_causal=is_causal, backend="native"), *inputs)
+    for a, b in zip(four, one, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_step_leaves_the_state_it_was_given_alone() -> None:

@@ -1,8 +1,6 @@
-"""Bench: resuming, skipping, backward, memory, peers; two saved runs and two git revisions side by side."""
+"""Bench: resuming, skipping, backward, memory, peers; two saved runs side by side."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from subquad.cli import _application
 from subquad.lab import Comparison, Timing, bench, compare, read_comparison, table, write_json
 from subquad.lab.bench import Cell
 from subquad.lab.compare_runs import compare_saved, saved_path
-from subquad.lab.compare_worktrees import compare_revisions, is_revision
 from subquad.lab.peers import Peer
 
 SMALL = {"heads": 1, "head_dim": 8, "runs": 2, "causal": [False], "input_stds": [0.5]}
@@ -148,75 +145,6 @@ def test_the_bench_command_saves_continues_and_compares(tmp_path, monkeypatch):
     assert len(json.loads(Path("ratios.json").read_text())["rows"]) == 6
     done = command("bench", "--compare", "one", "three")
     assert done.exit_code == 2
-    assert "neither a saved run" in done.stderr
+    assert "not a saved run" in done.stderr
     done = command("bench", "linear", *shape, "--save", "a b")
     assert done.exit_code == 2
-
-
-SOURCE = """
-import time
-__version__ = "{version}"
-def describe(name): return {{"options": {{"seed": None}}}}
-class Attend:
-    def eval(self): return self
-    def __call__(self, q, k, v, is_causal):
-        if is_causal and {version} == 2: raise ValueError("no longer causal")
-        time.sleep({seconds})
-        return q
-def create(name, head_dim, heads, seed): return Attend()
-"""
-
-
-@pytest.fixture
-def repository(tmp_path):
-    """A repository with two revisions of something that is called like this library; the second is slower."""
-    root = tmp_path / "clone"
-    package = root / "src" / "subquad"
-    (package / "kernels").mkdir(parents=True)
-    environment = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
-
-    def git(*arguments):
-        own = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
-        subprocess.run(["git", *own, *arguments], cwd=root, check=True, capture_output=True, env=environment)
-
-    git("init")
-    for version, seconds in ((1, 0.01), (2, 0.03)):
-        (package / "__init__.py").write_text(SOURCE.format(version=version, seconds=seconds))
-        (package / "kernels" / "__init__.py").write_text("")
-        git("add", ".")
-        git("commit", "-m", str(version))
-        git("tag", f"v{version}")
-    (package / "__init__.py").write_text(SOURCE.format(version=3, seconds=0.0))
-    return root
-
-
-def test_two_revisions(repository):
-    lines = []
-    result = compare_revisions("v1", "v2", ["linear"], [16], heads=1, head_dim=8, runs=3, at=repository,
-                               on_row=lambda *step: lines.append(step))  # fmt: skip
-    (row,) = result.rows
-    assert 1.8 < row.ratio < 6
-    assert len(row.first.seconds) == 3
-    assert "second refused: no longer causal" in result.missing[0]
-    assert lines[-1][1:] == (2, 2)
-    assert "without native kernels" in result.notes[0]
-    listed = subprocess.run(["git", "worktree", "list"], cwd=repository, capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 1  # the checkouts are gone
-    here = compare_revisions("v2", ".", ["linear"], [16], causal=[False], runs=2, backward=False, at=repository)
-    assert here.rows[0].ratio < 0.5
-
-
-def test_wrong_revisions(repository, tmp_path):
-    with pytest.raises(ValueError, match="'v9' is no revision"):
-        compare_revisions("v1", "v9", ["linear"], [16], at=repository)
-    assert is_revision("v1", repository)
-    assert not is_revision("v1", tmp_path)
-    subprocess.run(["git", "init", str(tmp_path / "other")], check=True, capture_output=True)
-    with pytest.raises(ValueError, match="no repository of subquad"):
-        compare_revisions("a", "b", ["linear"], [16], at=tmp_path / "other")
-
-
-def test_a_revision_that_does_not_start(repository):
-    (repository / "src" / "subquad" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
-    with pytest.raises(ValueError, match="broken on purpose"):
-        compare_revisions("v1", ".", ["linear"], [16], at=repository)

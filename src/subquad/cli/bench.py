@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -32,21 +32,19 @@ def bench(
         str | None, typer.Option(help="Keep the run as subquad-bench/NAME.json; the same again continues it.")
     ] = None,
     compare: Annotated[
-        tuple[str, str] | None, typer.Option(help="Two saved runs, or two git revisions ('.': the working tree).")
+        tuple[str, str] | None, typer.Option(help="Two saved runs: names of --save, or files of --json.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
 ) -> None:
     """Compare mechanisms with softmax attention: time and error at several lengths.
 
-    With --compare, compare two saved runs, or race two git revisions of this library against each other.
+    With --compare, put two saved runs side by side.
     """
     from subquad.lab import compare as compare_mechanisms
     from subquad.lab import table, write_json
 
     if compare is not None:
-        common = {"batch": batch, "heads": heads, "head_dim": head_dim, "runs": runs, "seconds": seconds,
-                  "threads": threads, "backward": backward}  # fmt: skip
-        _ratios(compare, names or ["performer", "linear", "softmax"], lengths, common, json)
+        _ratios(compare, json)
         return
     with user_errors(), progress("comparing") as step:
         where = None
@@ -121,35 +119,25 @@ def _interrupted(path: Path) -> "Comparison | None":
     return earlier
 
 
-def _ratios(sides: tuple[str, str], names: list[str], lengths: str, common: dict[str, Any], json: Path | None) -> None:
-    """Two saved runs where both are files, else two revisions."""
+def _ratios(sides: tuple[str, str], json: Path | None) -> None:
+    """Two saved runs side by side."""
     from subquad.lab import read_comparison, write_json
     from subquad.lab.compare_runs import compare_saved, saved_path
-    from subquad.lab.compare_worktrees import compare_revisions, is_revision
 
-    with user_errors(), progress("racing") as step:
+    def file(name: str) -> Path:
+        try:
+            path = saved_path(name)
+        except ValueError:
+            path = Path(name)  # a file that --json wrote; only writing is kept to one folder
+        if not path.is_file():
+            raise ValueError(f"--compare {name}: not a saved run; expected a name given to --save or a file of --json")
+        return path
+
+    with user_errors():
         if json is not None:
             check_writable("--json", json)
-
-        def file(name: str) -> Path | None:
-            try:
-                path = saved_path(name)
-            except ValueError:
-                path = Path(name)  # a file that --json wrote; only writing is kept to one folder
-            return path if path.is_file() else None
-
-        files = [file(name) for name in sides]
-        if files[0] is not None and files[1] is not None:
-            result = compare_saved(read_comparison(files[0]), read_comparison(files[1]), sides)
-        else:
-            for name, found in zip(sides, files, strict=True):
-                if found is None and not is_revision(name):
-                    raise ValueError(f"--compare {name}: neither a saved run (of --save or --json) nor a git revision")
-            if any(files):
-                raise ValueError(f"--compare {' '.join(sides)}: two saved runs or two revisions, not one of each")
-            result = compare_revisions(*sides, names, numbers(lengths), **common, on_row=step)
+        first, second = (read_comparison(file(name)) for name in sides)
+        result = compare_saved(first, second, sides)
         if json is not None:
             write_json(json, result.as_dict())
     print(result)
-    if not result.complete:
-        raise typer.Exit(130)

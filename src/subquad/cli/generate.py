@@ -54,7 +54,7 @@ def _trained(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
 
 def _open(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
     """Model and tokenizer, whoever wrote the folder."""
-    from subquad.hf.conversion.restoring import read_config  # its room also registers the model classes
+    from subquad.hf.conversion.restoring import read_config  # its package also registers the model classes
 
     if (folder / "run.json").is_file() and not (folder / "config.json").is_file():
         return _trained(folder)
@@ -63,7 +63,7 @@ def _open(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
     return _model(folder, config).eval(), tokenizer
 
 
-def _check_room(config: Any, prompt: int, tokens: int) -> None:
+def _check_length(config: Any, prompt: int, tokens: int) -> None:
     """Refuse a text that will not fit learned positions before the first token, not in the middle of it."""
     most = getattr(config, "max_positions", None)
     if most is not None and prompt + tokens > most:
@@ -101,7 +101,7 @@ def generate(
         encoded = tokenizer(text, return_tensors="pt")
         if encoded["input_ids"].numel() == 0:
             raise ValueError("--prompt is empty: give at least one character to continue")
-        _check_room(model.config, encoded["input_ids"].shape[1], tokens)
+        _check_length(model.config, encoded["input_ids"].shape[1], tokens)
         drawing = sample or any(option is not None for option in (temperature, top_k, top_p))
         options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": drawing, "num_beams": beams}
         if drawing:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .calibration import calibrations
 from .precision import Float32Buffers
 
 __all__ = ["LOG2_E", "FeatureMap", "Features", "LinearForm", "exp_", "scaled", "weigh"]
@@ -119,6 +120,11 @@ class FeatureMap(Float32Buffers):
     def linear_form(self, scale: float) -> LinearForm | None:
         """The map as a projection for fused backends, or None where it is not of that form."""
         return None
+
+    def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> None:
+        """Add a batch of sample data to the statistics, where the map has any."""
+        for statistics in calibrations(self):
+            statistics.update(q, k, key_mask, query_mask)
 
     def check_ready(self) -> None:
         """Raise if the map needs calibration and has none."""

@@ -65,11 +65,6 @@ class RandomFeatures(FeatureMap):
         if self.center and (self.calibration is None or not self.calibration.ready):
             raise RuntimeError("center=True needs calibration: call calibrate(q, k) on sample data first")
 
-    def calibrate(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> None:
-        """Add a batch of sample data to the statistics."""
-        if self.calibration is not None:
-            self.calibration.update(q, k, key_mask, query_mask)
-
     def _kept_for(self, key: Any, make: Callable[[], Any]) -> Any:
         """`make()`, remembered until a buffer changes: rebuilding a projection for every generated token costs more
         than the token."""

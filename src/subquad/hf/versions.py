@@ -1,4 +1,4 @@
-"""The versions of transformers that this room works with; imported before anything that needs one."""
+"""The versions of transformers that this package works with; imported before anything that needs one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two sets of times side by side: two saved comparisons, or two revisions raced by `compare_worktrees`.
+"""Two saved comparisons side by side.
 
 A ratio below 1 means that the second is faster. Two saved runs were made at different times, so their ratio also holds
 what else the machine was doing; softmax attention, which both ran, says how much: `drift` is its own ratio.
@@ -72,14 +72,12 @@ class Ratios:
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    complete: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Every number."""
         return {
             "first": self.names[0], "second": self.names[1], "rows": [row.as_dict() for row in self.rows],
             "missing": list(self.missing), "notes": list(self.notes), "settings": dict(self.settings),
-            "complete": self.complete,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -92,8 +90,6 @@ class Ratios:
         text = aligned(lines)
         text += ["", "below 1: the second is faster; * beyond the spread between runs (noise)"]
         text += [*self.notes, *(f"only in one: {line}" for line in self.missing)]
-        if not self.complete:
-            text.append("Interrupted: the table holds what was measured until then.")
         return "\n".join(text)
 
 

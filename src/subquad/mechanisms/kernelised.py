@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import checks
 from ..features.base import FeatureMap
 from ..kernels import dispatch
 from ..kernels.operator import Call
@@ -36,6 +37,14 @@ class Kernelised(Mechanism):
         if scale is None:
             return self.feature_map.default_scale(self.head_dim)
         return super().resolve_scale(scale)
+
+    def calibrate(
+        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+    ) -> None:
+        if not self.uses_calibration:
+            super().calibrate(q, k)
+        checks.check_attention(q, k, k, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        self.feature_map.calibrate(q, k, key_mask, query_mask)
 
     def _origin(self, scale: float) -> str:
         draw = self.feature_map.draw_key()

@@ -156,11 +156,3 @@ class Performer(Kernelised):
     def redraw(self) -> None:
         """Resample the projection: the next draw of the same seed."""
         self.feature_map.projection.redraw()
-
-    def calibrate(
-        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
-    ) -> None:
-        if self.feature_map.calibration is None:
-            super().calibrate(q, k)
-        checks.check_attention(q, k, k, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
-        self.feature_map.calibrate(q, k, key_mask, query_mask)

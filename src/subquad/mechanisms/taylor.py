@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from torch import Tensor
-
 from .. import checks
 from ..features.polynomial import PolynomialFeatures
 from .kernelised import Kernelised
@@ -76,11 +74,3 @@ class Taylor(Kernelised):
         self.feature_map = PolynomialFeatures(
             head_dim, degree=degree, hermite=hermite, center=center, kv_heads=self.kv_heads
         )
-
-    def calibrate(
-        self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
-    ) -> None:
-        if self.feature_map.calibration is None:
-            super().calibrate(q, k)
-        checks.check_attention(q, k, k, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
-        self.feature_map.calibration.update(q, k, key_mask, query_mask)  # type: ignore[union-attr]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .. import checks
 from ..mechanisms import Mechanism
 from ..state import check_same, merge, register_state
-from .choice import make_mechanism
 from .config import LayerMechanism
+from .layer_mechanisms import make_mechanism
 from .positions import Rotation, rotation_at, token_positions
 
 __all__ = ["AttentionState", "MultiheadAttention", "calibrating", "check_sequence", "reset_linear"]

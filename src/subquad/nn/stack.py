@@ -20,8 +20,8 @@ from ..mechanisms import Mechanism
 from ..rollback import unused
 from .attention import MultiheadAttention, calibrating, check_sequence
 from .blocks import Block, Call, make_norm
-from .choice import draw_seed, layer_mechanisms
 from .config import ModelConfig
+from .layer_mechanisms import draw_seed, layer_mechanisms
 from .positions import LearnedPositions, Rotation, SinusoidalPositions, rotation_at, token_positions
 from .reversible import run_reversible
 from .states import ModelState

@@ -33,7 +33,7 @@ from ..conversion.layers import known_layers
 from ..conversion.output_projections import projection_names
 from .checkpoint import Checkpoint, Stage
 from .losses import attention_loss, model_loss
-from .memory import Kept
+from .teacher_cache import TeacherCache
 from .trainable import attention_tensors, bounded, gradients_off, trainable_buffers
 
 __all__ = ["DistillationReport", "distill"]
@@ -138,7 +138,7 @@ def distill(
         with trainable_buffers(student):
             first = attention_tensors(student)
             if steps and first:
-                kept = Kept()
+                kept = TeacherCache()
 
                 def of_attention(step: int) -> Tensor:
                     index = _order(len(given), step, seed)
@@ -227,7 +227,7 @@ def _lora(
     try:
         tensors = {name: p for name, p in student.named_parameters() if ".lora_" in name}
         tensors.update(attention_tensors(student))
-        kept = Kept()
+        kept = TeacherCache()
 
         def of_model(step: int) -> Tensor:
             index = _order(len(batches), step, seed + 1)

@@ -18,7 +18,7 @@ from ..conversion.capturing import capture, run
 from ..conversion.interface import mechanism_of
 from ..conversion.layers import known_layers
 from ..conversion.output_projections import output_weight
-from .memory import Kept
+from .teacher_cache import TeacherCache
 from .trainable import loss_between
 
 __all__ = ["attention_loss", "model_loss", "output_loss"]
@@ -36,7 +36,7 @@ def _lesson(teacher: nn.Module, indices: Sequence[int], batch: Any) -> list[tupl
     return found
 
 
-def attention_loss(teacher: nn.Module, student: nn.Module, batch: Any, index: int, kept: Kept) -> Tensor:
+def attention_loss(teacher: nn.Module, student: nn.Module, batch: Any, index: int, kept: TeacherCache) -> Tensor:
     """Sum of the losses of all converted layers on the teacher's own tensors; `index` is the number of the batch."""
     layers = {layer.index: layer for layer in known_layers(student) if _learns(layer.module)}
     exact = {layer.index: layer for layer in known_layers(teacher)}
@@ -89,7 +89,7 @@ def model_loss(
     student: nn.Module,
     batch: Any,
     index: int,
-    kept: Kept,
+    kept: TeacherCache,
     extra: Callable[..., Tensor] | None,
 ) -> Tensor:
     """`output_loss` of the whole models on one batch, or `extra(student's, teacher's, batch)`."""

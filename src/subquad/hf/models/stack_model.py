@@ -20,7 +20,7 @@ from ...features.precision import Float32Buffers
 from ...kernels.checkpointing import tracing
 from ...nn import TransformerDecoder, TransformerEncoder
 from ...nn.attention import calibrating, check_sequence, reset_linear
-from ...nn.choice import draw_seed
+from ...nn.layer_mechanisms import draw_seed
 from ...nn.packing import run_packed
 from ...nn.stack import Stack
 from ..cache import StateCache

@@ -1,4 +1,5 @@
 // Near and far without a causal mask in one walk, where memory allows: queries are projected, and states read, once.
+// Of a head, or of a piece of its sequence that starts with the states before and after it.
 //
 //   from the right  the keys w + 1 tokens after each chunk's queries enter a state, last chunk first; what the state was
 //                   before them, and their features, are kept for every chunk
@@ -25,7 +26,7 @@ struct RightChunks {
   float* phi(long b) const { return base + b * slot + round_up(M * lds + 3 * M, 16); }
 };
 
-// Tokens up to which they are kept: some 3 KiB per token, for one head at a time on each thread.
+// Tokens up to which they are kept: some 3 KiB per token, for one task at a time on each thread.
 constexpr long MERGED_LENGTH = 8192;
 
 SQ_INLINE RightChunks right_chunks(const SqCall& pr, long lds) {
@@ -53,14 +54,12 @@ static Merged take_merged(Arena& arena, const SqCall& pr, long lds) {
   return m;
 }
 
-// `hd` here belongs to the problem whose walk runs w + 1 tokens ahead of the queries. States and features are made where
-// they are kept.
-static void gather_right(const Head& hd, Walk& x, const RightChunks& kept) {
-  const SqCall& pr = *hd.pr;
-  const long M = pr.features, chunks = (pr.length_q + C - 1) / C;
-  load_state(hd, kept.state(chunks - 1), nullptr, nullptr, nullptr);
-  for (long b = chunks - 1; b >= 0; b--) {
-    const long t0 = b * C, n = pr.length_q - t0 < C ? pr.length_q - t0 : C;
+// `hd` here belongs to the problem whose walk runs w + 1 tokens ahead of the queries [begin, end), of which the last chunk
+// has its state already. States and features are made where they are kept.
+static void gather_right(const Head& hd, Walk& x, const RightChunks& kept, long begin, long end) {
+  const long M = hd.pr->features;
+  for (long b = (end - begin + C - 1) / C - 1; b >= 0; b--) {
+    const long t0 = begin + b * C, n = end - t0 < C ? end - t0 : C;
     const State st = kept.state(b), next = b > 0 ? kept.state(b - 1) : st;
     Chunk ch = x.ch;
     ch.phi = kept.phi(b);
@@ -114,13 +113,13 @@ static void triangle(const SqCall& pr, const float* phi, const float* a, long ve
   }
 }
 
-// One chunk of rows. False: nothing but scratch was changed, and it has to be done side by side.
+// The rows of chunk b, at t0. False: nothing but scratch was changed, and it has to be done side by side.
 static bool merged_chunk(const Head& hd, const Head& ahead, Walk& x, const Merged& m, const State& st,
-                         const RightChunks& kept, long t0, long n) {
+                         const RightChunks& kept, long b, long t0, long n) {
   const SqCall& pr = *hd.pr;
   const Near& nr = x.nr;
   Chunk& ch = x.ch;
-  const long M = pr.features, E = pr.width, b = t0 / C;
+  const long M = pr.features, E = pr.width;
   if (!prepare_keys(hd, x.w, st, t0, n, ch) || !fetch_window(hd, nr, t0, n)) return false;
   const Stored right = stored_keys(*ahead.pr, t0, n);
   const long lanes = ch.lanes;
@@ -162,56 +161,69 @@ static bool merged_chunk(const Head& hd, const Head& ahead, Walk& x, const Merge
   return true;
 }
 
-static void merged_walk(const SqCall& pr, const SqCall& back, long index, Walk& x, const Merged& m, const State& st,
-                        const State& spare, const RightSide& side, const RightChunks& kept) {
-  const long L = pr.length_q;
+static void copy_state(const Head& hd, const State& from, const State& to) {
+  memcpy(to.S, from.S, sizeof(float) * hd.pr->features * hd.lds);
+  memcpy(to.z, from.z, sizeof(float) * hd.pr->features);
+  memcpy(to.c, from.c, sizeof(float) * hd.pr->features);
+}
+
+// The problem whose walk over far keys runs w + 1 tokens ahead of the queries.
+static SqCall ahead_call(const SqCall& pr) {
   SqCall ahead = pr;
   ahead.key_shift = pr.window + 1;
-  const Head hd = head_of(pr, index), forward_head = head_of(ahead, index), back_head = head_of(back, index);
-  gather_right(forward_head, x, kept);
-  load_state(hd, st, nullptr, nullptr, nullptr);
+  return ahead;
+}
+
+static void merged_task(void* context, int64_t task, int64_t) {
+  WindowJob& job = *(WindowJob*)context;
+  const SqCall& pr = *job.pr;
+  const SqCall back = reversed_call(pr), ahead = ahead_call(pr);
+  const long index = task / job.by.pieces, M = pr.features, L = pr.length_q;
+  const long begin = task % job.by.pieces * job.by.piece, last = begin + job.by.piece, end = last < L ? last : L;
+  const long chunks = (end - begin + C - 1) / C;
+  const Head hd = head_of(pr, index), ahead_head = head_of(ahead, index), back_head = head_of(back, index);
+  Walk x;
+  Merged m;
+  State st, spare;
+  RightSide side;
+  RightChunks kept = right_chunks(pr, hd.lds);
+  if (!in_scratch([&](Arena& arena) {
+        x = take_walk(arena, pr, hd.lds);
+        m = take_merged(arena, pr, hd.lds);
+        st = take_state(arena, M, hd.lds);
+        spare = take_state(arena, M, hd.lds);
+        side = take_side(arena, pr, 1);
+        kept.base = arena.take(chunks * kept.slot);
+      })) {
+    job.failed = true;
+    return;
+  }
+  if (job.starts.base) st = job.starts.at(task), copy_state(hd, job.behind.at(task), kept.state(chunks - 1));
+  else load_state_in(hd, index, st), load_state_in(hd, index, kept.state(chunks - 1));
+  gather_right(ahead_head, x, kept, begin, end);
   fetch_sinks(hd, x.nr);
-  for (long t0 = 0; t0 < L; t0 += C) {
-    const long n = L - t0 < C ? L - t0 : C;
-    if (merged_chunk(hd, forward_head, x, m, st, kept, t0, n)) continue;
-    const State behind = kept.state(t0 / C);
-    memcpy(spare.S, behind.S, sizeof(float) * pr.features * hd.lds);
-    memcpy(spare.z, behind.z, sizeof(float) * pr.features);
-    memcpy(spare.c, behind.c, sizeof(float) * pr.features);
+  for (long b = 0; b < chunks; b++) {
+    const long t0 = begin + b * C, n = end - t0 < C ? end - t0 : C;
+    if (merged_chunk(hd, ahead_head, x, m, st, kept, b, t0, n)) continue;
+    copy_state(hd, kept.state(b), spare);
     right_range(back_head, x, spare, side, L - t0 - n, n);
     window_range(hd, x, st, &side, t0, n);
   }
 }
 
-static void merged_task(void* context, int64_t index, int64_t) {
-  WindowJob& job = *(WindowJob*)context;
-  const SqCall& pr = *job.pr;
-  const SqCall back = reversed_call(pr);
-  const long M = pr.features, L = pr.length_q, lds = state_stride(pr.width), rows = pr.heads_q / pr.heads_kv * L;
-  Walk x;
-  Merged m;
-  State st, spare;
-  RightSide side;
-  RightChunks kept = right_chunks(pr, lds);
-  if (!in_scratch([&](Arena& arena) {
-        x = take_walk(arena, pr, lds);
-        m = take_merged(arena, pr, lds);
-        st = take_state(arena, M, lds);
-        spare = take_state(arena, M, lds);
-        side = {arena.take(rows * pr.width), arena.take(rows), arena.take(rows)};
-        kept.base = arena.take((L + C - 1) / C * kept.slot);
-      })) {
-    job.failed = true;
-    return;
-  }
-  merged_walk(pr, back, index, x, m, st, spare, side, kept);
-}
-
 static int window_forward(const SqCall& pr) {
   if (pr.batch * pr.heads_kv == 0 || pr.length_k == 0) return SQ_OK;
-  if (!pr.both_sides || pr.checkpoints || pr.features == 0 || pr.length_q > MERGED_LENGTH) return window_walks(pr);
-  WindowJob job = {&pr, 1, pr.length_k, {}, false};
-  sq_parallel(pr.batch * pr.heads_kv, pr.threads, merged_task, &job);
+  WindowJob job = {&pr, causal_cut(pr), {}, {}, {}, 0, 0, false};
+  const bool longer = job.by.piece > MERGED_LENGTH && pr.length_q > MERGED_LENGTH;
+  if (!pr.both_sides || pr.checkpoints || pr.features == 0 || longer) return window_walks(pr);
+  if (job.by.pieces > 1) {
+    job.starts = piece_states(pr, job.by);
+    job.behind = piece_states(ahead_call(pr), job.by, true);
+    job.failed = !job.starts.base || !job.behind.base;
+  }
+  run_window(job, merged_task);
+  sq_release(job.starts.base);
+  sq_release(job.behind.base);
   return job.failed ? SQ_NO_MEMORY : SQ_OK;
 }
 

@@ -12,7 +12,7 @@
 // equal numbers and would feel the rounding of the state, so a forward that a backward follows stays in float32.
 #pragma once
 
-#include "chunk.h"
+#include "../chunk.h"
 
 namespace SQ_NS {
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Kept"]
+__all__ = ["TeacherCache"]
 
 LIMIT = 512 * 2**20  # bytes
 
@@ -26,11 +26,11 @@ def _bytes(x: Any) -> int:
     return sum(map(_bytes, x)) if isinstance(x, (list, tuple)) else 0
 
 
-class Kept:
+class TeacherCache:
     """Results by key, up to `limit` bytes of tensors.
 
     >>> import torch
-    >>> kept, made = Kept(limit=100), []
+    >>> kept, made = TeacherCache(limit=100), []
     >>> for key in (0, 1, 0, 1):
     ...     _ = kept.get(key, lambda: made.append(key) or torch.zeros(20))
     >>> made    # there was room for one of them

@@ -1,6 +1,6 @@
 // The linear forward with products of bfloat16 pairs, compiled once per way to form them (see CMakeLists.txt).
 #define SQ_PAIRS 1
-#include "linear_forward.h"
+#include "../linear_forward.h"
 
 namespace SQ_NS {
 
