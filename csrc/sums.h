@@ -1,5 +1,6 @@
 // Gradients of keys and values, summed over queries: one array per key head, or per part of its queries where heads are
-// fewer than threads; parts are added when all of them are there.
+// fewer than threads; parts are added when all of them are there. Where nothing stands between, sums are formed in the
+// results themselves.
 #pragma once
 
 #include "keys.h"
@@ -14,24 +15,37 @@ struct Sums {
 };
 
 struct Summing {
-  float* memory;  // [B * H * parts][S][ldk + lde]
+  float* memory;  // [B * H * parts][S][ldk + lde], or null: dk and dv, which hold zeros
   long heads, heads_kv, parts, length, dim, width, ldk, lde, floats, blocks;
-  const SqTensor *dk, *dv;
-  const Ranks* real;
+  const SqTensor *dk, *dv;  // float32
+  const Ranks* real;        // [B]
 };
 
-// `most`: parts that the work of a head can be cut into.
-static bool make_sums(Summing& s, long batch, long heads_kv, long length, long dim, long width, long threads, long most) {
-  s.heads = batch * heads_kv, s.heads_kv = heads_kv, s.length = length, s.dim = dim, s.width = width;
-  s.ldk = padded(dim, VL), s.lde = padded(width, VL);
+SQ_INLINE bool whole_rows(const SqTensor& x, long width) {
+  return width % VL == 0 && x.stride[3] == 1 && x.stride[2] == width;
+}
+
+// `real`: the real tokens of every sequence; `most`: parts that the work of a head can be cut into.
+template <class Call>
+static bool make_sums(Summing& s, const Call& p, const Ranks* real, long most) {
+  const long threads = p.threads, length = p.length_k;
+  s.heads = p.batch * p.heads_kv, s.heads_kv = p.heads_kv, s.length = length, s.dim = p.dim, s.width = p.width;
+  s.dk = &p.dk, s.dv = &p.dv, s.real = real;
+  s.ldk = padded(p.dim, VL), s.lde = padded(p.width, VL);
   s.parts = s.heads >= threads ? 1 : (threads + s.heads - 1) / s.heads;
   if (s.parts > most) s.parts = most;
   s.floats = padded(length * (s.ldk + s.lde), 16);
+  s.memory = nullptr;
+  if (s.parts == 1 && !p.key_mask.data && whole_rows(p.dk, p.dim) && whole_rows(p.dv, p.width)) return true;
   s.memory = sq_allocate(s.heads * s.parts * s.floats);
   return s.memory != nullptr;
 }
 
 static Sums sums_of(const Summing& s, long task, bool fresh) {
+  if (!s.memory) {
+    const long b = task / s.heads_kv, h = task % s.heads_kv;
+    return {(float*)s.dk->data + offset_of(*s.dk, b, h, 0), (float*)s.dv->data + offset_of(*s.dv, b, h, 0), s.ldk, s.lde};
+  }
   float* keys = s.memory + task * s.floats;
   if (fresh) memset(keys, 0, sizeof(float) * s.floats);
   return {keys, keys + s.length * s.ldk, s.ldk, s.lde};
@@ -65,9 +79,9 @@ static void write_sums_task(void* context, int64_t task, int64_t) {
   }
 }
 
-// `real`: the real tokens of every sequence; the others are left alone.
-static void write_sums(Summing& s, const SqTensor& dk, const SqTensor& dv, const Ranks* real, long threads) {
-  s.dk = &dk, s.dv = &dv, s.real = real;
+// Tokens that are not real are left alone.
+static void write_sums(Summing& s, long threads) {
+  if (!s.memory) return;
   s.blocks = (s.length + WRITTEN - 1) / WRITTEN;
   sq_parallel(s.heads * s.blocks, threads, write_sums_task, &s);
 }

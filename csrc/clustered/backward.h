@@ -196,9 +196,9 @@ static int backward(const SqClustered* call) {
   BackContext y;
   if (!prepare(p, y.x, 4 * MR)) return SQ_NO_MEMORY;
   const long blocks = p.heads_q / p.heads_kv * y.x.plan.blocks;
-  if (!make_sums(y.sums, p.batch, p.heads_kv, p.length_k, p.dim, p.width, p.threads, blocks)) return SQ_NO_MEMORY;
+  if (!make_sums(y.sums, p, y.x.plan.real, blocks)) return SQ_NO_MEMORY;
   sq_parallel(y.sums.heads * y.sums.parts, p.threads, gradient_task, &y);
-  if (!y.x.failed) write_sums(y.sums, p.dk, p.dv, y.x.plan.real, p.threads);
+  if (!y.x.failed) write_sums(y.sums, p.threads);
   sq_release(y.sums.memory);
   sq_workspace_done();
   return y.x.failed ? SQ_NO_MEMORY : SQ_OK;

@@ -126,12 +126,12 @@ static int backward(const SqSparse* call) {
   const SqSparse& p = *call;
   BackContext y;
   if (!prepare(p, y.x)) return SQ_NO_MEMORY;
-  if (!make_sums(y.sums, p.batch, p.heads_kv, p.length_k, p.dim, p.width, p.threads, y.x.tiles)) return SQ_NO_MEMORY;
+  if (!make_sums(y.sums, p, y.x.real, y.x.tiles)) return SQ_NO_MEMORY;
   y.columns = false;
   sq_parallel(y.sums.heads * y.sums.parts, p.threads, gradient_task, &y);
   y.columns = true;
   if (!y.x.failed && has_columns(p, p.length_q)) sq_parallel(y.sums.heads * y.sums.parts, p.threads, gradient_task, &y);
-  if (!y.x.failed) write_sums(y.sums, p.dk, p.dv, y.x.real, p.threads);
+  if (!y.x.failed) write_sums(y.sums, p.threads);
   sq_release(y.sums.memory);
   sq_workspace_done();
   return y.x.failed ? SQ_NO_MEMORY : SQ_OK;

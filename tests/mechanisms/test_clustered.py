@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import subquad as sq
 from subquad.kernels.clustered import definition, native
 from subquad.kernels.clustered.definition import top_keys
-from subquad.kernels.kmeans import ClusterDraw, cluster
+from subquad.kernels.kmeans import ClusterDraw, cluster, cluster_means, lloyd
 from subquad.kernels.native import library
 from subquad.kernels.operator import Call
 
