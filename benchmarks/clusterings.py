@@ -1,10 +1,11 @@
-"""Clustered attention on the queries, keys and values of a real model: error against time, by signs and by Lloyd.
+"""Mechanisms that choose, on the queries, keys and values of a real model: error against time.
 
     python benchmarks/clusterings.py --model DIR --text FILE [--lengths 512 2048 8192] [--rounds 5] [--json FILE]
 
-`improved-clustered` with 32 keys. Errors are relative squared errors of a layer's output, the mean over layers; times are
-milliseconds of one layer, the best of interleaved rounds, with torch's fused attention in the same rounds. Tune on one
-text, report on another.
+`improved-clustered` with 32 keys, its clusters by signs (hamming) and by K-means on the queries (lloyd), with several
+numbers of clusters and iterations; lsh with 4 and 8 rounds; multipole and sparse as they come. Errors are relative
+squared errors of a layer's output, the mean over layers; times are milliseconds of one layer, the best of interleaved
+rounds, with torch's fused attention in the same rounds. Tune on one text, report on another.
 """
 
 import argparse
@@ -20,6 +21,8 @@ import subquad as sq
 
 WAYS: dict[str, dict[str, Any]] = {
     f"{clustering} C={clusters} iterations={iterations}": {
+        "mechanism": "improved-clustered",
+        "topk": 32,
         "clustering": clustering,
         "clusters": clusters,
         "iterations": iterations,
@@ -29,6 +32,12 @@ WAYS: dict[str, dict[str, Any]] = {
         *(("lloyd", clusters, turns) for clusters in (25, 50, 100) for turns in (2, 5, 10)),
     )
 }
+WAYS |= {f"lsh rounds={rounds}": {"mechanism": "lsh", "rounds": rounds} for rounds in (4, 8)}
+WAYS |= {"multipole": {"mechanism": "multipole"}, "sparse stride=64": {"mechanism": "sparse", "stride": 64}}
+
+
+def seeded(name: str) -> dict[str, int]:
+    return {"seed": 0} if "seed" in sq.describe(name)["options"] else {}
 
 
 def main() -> None:
@@ -46,7 +55,7 @@ def main() -> None:
         layers = captured(given.model, given.text, length)
         exact = [F.scaled_dot_product_attention(*layer) for layer in layers]
         made = {
-            title: sq.create("improved-clustered", layers[0][0].shape[-1], topk=32, seed=0, **options)
+            title: sq.create(head_dim=layers[0][0].shape[-1], **options, **seeded(options["mechanism"]))
             for title, options in WAYS.items()
         }
         runs = {title: lambda attn=attn: attn(*layers[0]) for title, attn in made.items()}  # noqa: B023
