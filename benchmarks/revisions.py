@@ -22,7 +22,15 @@ CASES = [
     ("performer", {"seed": 0}),
     ("hybrid", {"window": 64, "sinks": 4, "far": {"mechanism": "performer", "seed": 0}}),
     ("local", {"window": 128}),
+    ("improved-clustered", {"seed": 0}),
+    ("improved-clustered", {"seed": 0, "clusters": 25, "topk": 32, "clustering": "hamming", "iterations": 10}),
+    ("clustered", {"seed": 0, "clusters": 25, "clustering": "hamming", "iterations": 10}),
+    ("sparse", {"stride": 128}),
+    ("sparse", {"pattern": "fixed", "stride": 128, "summary": 8}),
 ]
+# Every mechanism has a forward and a backward; these have no causal form, or no step.
+FULL_ONLY = ("clustered", "improved-clustered")
+WITHOUT_STEP = (*FULL_ONLY, "sparse")
 
 
 def worker(source: str) -> None:
@@ -108,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--only", nargs="+", default=[name for name, _ in CASES], help="mechanisms")
+    parser.add_argument("--only", nargs="+", default=sorted({name for name, _ in CASES}), help="mechanisms")
     parser.add_argument("--what", nargs="+", default=["forward", "backward", "step"])
     parser.add_argument("--worker")
     given = parser.parse_args()
@@ -119,12 +127,15 @@ def main() -> None:
     shape = {"length": given.length, "heads": given.heads, "threads": given.threads}
     calls = [(what, causal) for what in given.what for causal in (False, True) if causal or what != "step"]
     for name, options in [case for case in CASES if case[0] in given.only]:
+        print(f"{name} {options}")
         for dim in given.dims:
             for what, causal in calls:
+                if (causal and name in FULL_ONLY) or (what == "step" and name in WITHOUT_STEP):
+                    continue
                 asked = {**shape, "name": name, "options": options, "dim": dim, "what": what, "causal": causal}
                 found = race(trees, asked, given.rounds, "wall" if given.busy else "cpu")
                 times = "  ".join(f"{1e3 * seconds:9.2f} ms" for seconds in found)
-                line = f"{name:10s} D{dim:<4d}{what:9s}{'causal' if causal else 'full':7s} {times}"
+                line = f"  D{dim:<4d}{what:9s}{'causal' if causal else 'full':7s} {times}"
                 if len(found) == 2:
                     line += f"   first / second {found[0] / found[1]:5.2f}"
                 if given.busy:

@@ -8,13 +8,31 @@
 #include <cstring>
 
 #include "call.h"
+#include "clustered/call.h"
 #include "multipole/call.h"
+#include "sparse/call.h"
 
-namespace sq_baseline { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
+// All operators of one instruction set.
+struct Set {
+  const SqKernels* attention;
+  const SqMultipoleKernels* multipole;
+  const SqClusteredKernels* clustered;
+  const SqSparseKernels* sparse;
+};
+#define SQ_SET(name)                                                                                    \
+  namespace name {                                                                                      \
+  extern const SqKernels kernels;                                                                       \
+  extern const SqMultipoleKernels multipole_kernels;                                                    \
+  extern const SqClusteredKernels clustered_kernels;                                                    \
+  extern const SqSparseKernels sparse_kernels;                                                          \
+  const Set set = {&kernels, &multipole_kernels, &clustered_kernels, &sparse_kernels};                  \
+  }
+
+SQ_SET(sq_baseline)
 namespace sq_emulated { extern const SqPairKernels pair_kernels; }
 #ifdef SQ_HAVE_X86
-namespace sq_avx2 { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
-namespace sq_avx512 { extern const SqKernels kernels; extern const SqMultipoleKernels multipole_kernels; }
+SQ_SET(sq_avx2)
+SQ_SET(sq_avx512)
 #endif
 #ifdef SQ_HAVE_AVX512BF16
 namespace sq_avx512bf16 { extern const SqPairKernels pair_kernels; }
@@ -23,8 +41,7 @@ namespace sq_avx512bf16 { extern const SqPairKernels pair_kernels; }
 namespace {
 
 struct Choice {
-  const SqKernels* kernels = nullptr;
-  const SqMultipoleKernels* multipole = nullptr;
+  const Set* set = nullptr;
   const SqPairKernels* pairs = nullptr;
   const char* name = "";
   char error[256] = "";
@@ -35,26 +52,25 @@ Choice choose() {
   const char* wanted = std::getenv("SUBQUAD_NATIVE_ISA");
   if (wanted && !*wanted) wanted = nullptr;
   bool known = false;
-  auto offer = [&](const char* name, const SqKernels& kernels, const SqMultipoleKernels& multipole, bool has,
-                   const SqPairKernels* pairs = nullptr) {
+  auto offer = [&](const char* name, const Set& set, bool has, const SqPairKernels* pairs = nullptr) {
     if (wanted && std::strcmp(wanted, name) != 0) return;
     known = true;
     if (!has || (pairs && !pairs->check())) return;
-    best.kernels = &kernels, best.multipole = &multipole, best.pairs = pairs, best.name = name;
+    best.set = &set, best.pairs = pairs, best.name = name;
   };
-  offer("baseline", sq_baseline::kernels, sq_baseline::multipole_kernels, true);
+  offer("baseline", sq_baseline::set, true);
 #ifdef SQ_HAVE_X86
   __builtin_cpu_init();
-  offer("avx2", sq_avx2::kernels, sq_avx2::multipole_kernels, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
+  offer("avx2", sq_avx2::set, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-  offer("avx512", sq_avx512::kernels, sq_avx512::multipole_kernels, wide);
+  offer("avx512", sq_avx512::set, wide);
 #endif
 #ifdef SQ_HAVE_AVX512BF16
-  if (wanted) offer("avx512bf16", sq_avx512::kernels, sq_avx512::multipole_kernels, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
+  if (wanted) offer("avx512bf16", sq_avx512::set, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
 #endif
-  if (wanted) offer("bf16-emulated", sq_baseline::kernels, sq_baseline::multipole_kernels, true, &sq_emulated::pair_kernels);
-  if (!best.kernels)
+  if (wanted) offer("bf16-emulated", sq_baseline::set, true, &sq_emulated::pair_kernels);
+  if (!best.set)
     std::snprintf(best.error, sizeof best.error,
                   known ? "SUBQUAD_NATIVE_ISA=%.32s: this CPU does not have these instructions; unset the variable or "
                           "choose baseline"
@@ -87,31 +103,37 @@ bool wants_pairs(const SqCall& p) {
 
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
-// The version of the structures in call.h and multipole/call.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 5; }
+// The version of the structures in every call.h; Python refuses a library of another one.
+SQ_API int64_t subquad_abi() { return 6; }
 SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
 SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipolePages); }
+SQ_API int64_t subquad_clustered_size() { return sizeof(SqClustered); }
+SQ_API int64_t subquad_sparse_size() { return sizeof(SqSparse); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
 SQ_API const char* subquad_error() { return chosen().error; }
 SQ_API int subquad_forward(const SqCall* p) {
-  return (wants_pairs(*p) ? chosen().pairs->forward : chosen().kernels->forward)(p);
+  return (wants_pairs(*p) ? chosen().pairs->forward : chosen().set->attention->forward)(p);
 }
-SQ_API int subquad_backward(const SqCall* p) { return chosen().kernels->backward(p); }
-SQ_API int subquad_step(const SqCall* p) { return chosen().kernels->step(p); }
-SQ_API int subquad_project(const SqCall* p, float* out) { return chosen().kernels->project(p, out); }
-SQ_API int subquad_multipole_forward(const SqMultipole* p) { return chosen().multipole->forward(p); }
-SQ_API int subquad_multipole_backward(const SqMultipole* p) { return chosen().multipole->backward(p); }
-SQ_API int64_t subquad_multipole_lanes() { return chosen().multipole->lanes; }
-SQ_API int64_t subquad_multipole_statistics(const SqMultipolePages* p) { return chosen().multipole->statistics(p); }
-SQ_API int subquad_multipole_step(const SqMultipolePages* p) { return chosen().multipole->step(p); }
-SQ_API int subquad_multipole_cluster(const SqMultipolePages* p) { return chosen().multipole->cluster(p); }
-SQ_API int subquad_multipole_page(const SqMultipolePages* p) { return chosen().multipole->page(p); }
+SQ_API int subquad_backward(const SqCall* p) { return chosen().set->attention->backward(p); }
+SQ_API int subquad_step(const SqCall* p) { return chosen().set->attention->step(p); }
+SQ_API int subquad_project(const SqCall* p, float* out) { return chosen().set->attention->project(p, out); }
+SQ_API int subquad_multipole_forward(const SqMultipole* p) { return chosen().set->multipole->forward(p); }
+SQ_API int subquad_multipole_backward(const SqMultipole* p) { return chosen().set->multipole->backward(p); }
+SQ_API int64_t subquad_multipole_lanes() { return chosen().set->multipole->lanes; }
+SQ_API int64_t subquad_multipole_statistics(const SqMultipolePages* p) { return chosen().set->multipole->statistics(p); }
+SQ_API int subquad_multipole_step(const SqMultipolePages* p) { return chosen().set->multipole->step(p); }
+SQ_API int subquad_multipole_cluster(const SqMultipolePages* p) { return chosen().set->multipole->cluster(p); }
+SQ_API int subquad_multipole_page(const SqMultipolePages* p) { return chosen().set->multipole->page(p); }
 SQ_API int subquad_multipole_grow(const SqMultipolePages* from, const SqMultipolePages* to) {
-  return chosen().multipole->grow(from, to);
+  return chosen().set->multipole->grow(from, to);
 }
 SQ_API int subquad_multipole_summarise(const SqMultipolePages* p, int64_t clusters, const float* size, const float* mean,
                                        const float* variance, const float* mean_value) {
-  return chosen().multipole->summarise(p, clusters, size, mean, variance, mean_value);
+  return chosen().set->multipole->summarise(p, clusters, size, mean, variance, mean_value);
 }
+SQ_API int subquad_clustered_forward(const SqClustered* p) { return chosen().set->clustered->forward(p); }
+SQ_API int subquad_clustered_backward(const SqClustered* p) { return chosen().set->clustered->backward(p); }
+SQ_API int subquad_sparse_forward(const SqSparse* p) { return chosen().set->sparse->forward(p); }
+SQ_API int subquad_sparse_backward(const SqSparse* p) { return chosen().set->sparse->backward(p); }

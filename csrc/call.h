@@ -21,6 +21,11 @@ struct SqTensor {
   int32_t unused;
 };
 
+struct SqMask {
+  const uint8_t* data;  // (B, tokens), nonzero = real; null = all real
+  int64_t batch, token;
+};
+
 // One side's map, queries or keys. A *_head stride of 0 shares the array between heads. Null arrays count as 0.
 struct SqMap {
   const float* weight;  // (Hw, m_w, D) contiguous; null unless dense

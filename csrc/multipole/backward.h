@@ -86,18 +86,6 @@ static void load_gradients(Way& w) {
   memset(w.dq, 0, sizeof(float) * k.n * k.ldq);
 }
 
-// Rows of weights P in place of log weights, and of g in place of dout . value.
-static void slopes(float* weights, float* products, long vectors, float norm, float slope) {
-  exponentiate(weights, vectors, norm);
-  for (long j = 0; j < vectors * VL; j += VL)
-    store(products + j, load(weights + j) * (load(products + j) - splat(slope)));
-}
-
-// to[columns][ld] += weights^T rows, weights [n][ldw].
-static void add_transposed(long columns, long n, const float* weights, long ldw, const float* rows, long ld, float* to) {
-  gemm(columns, ld / VL, n, weights, 1, ldw, rows, ld, to, ld, FROM_C);
-}
-
 static void far_gradient(Way& w, long i0, long n) {
   Group& k = w.k;
   const SqMultipole& p = *k.call;

@@ -3,42 +3,11 @@
 
 #include <math.h>
 
-#include "../gemm.h"
-#include "../panels.h"
+#include "../keys.h"
+#include "../kmeans.h"
 #include "call.h"
 
 namespace SQ_NS::multipole {
-
-SQ_INLINE long padded(long n, long to) { return (n + to - 1) / to * to; }
-// Matrices that products run over have their columns in panels of PC, one after the other: [columns / PC][rows][PC]. A
-// product reads a panel from one end to the other.
-constexpr long PC = NV * VL;
-SQ_INLINE float* panel_entry(float* x, long rows, long row, long column) {
-  return x + (column / PC * rows + row) * PC + column % PC;
-}
-
-// A row stride for n columns in whole panels, an odd number of cache lines: a column then does not fall into a few cache
-// sets only.
-SQ_INLINE long odd_lines(long n) {
-  const long whole = padded(n, PC > 16 ? PC : 16);
-  return whole + (whole / 16 % 2 ? 0 : 16);
-}
-
-// scores[rows][lds] = a[rows][lda] x, with x (dim, columns) in panels; whole panels are written.
-static void times_panels(long rows, long columns, long dim, const float* a, long lda, const float* x, float* scores,
-                         long lds) {
-  for (long j = 0; j < columns; j += PC)
-    gemm(rows, NV, dim, a, lda, 1, x + j * dim, PC, scores + j, lds, FROM_ZERO);
-}
-
-// sum[rows][ld] (+)= weights[rows][ldw] x, with x (terms, ld) as rows: as many of them at a time as stay in the first cache.
-static void times_rows(long rows, long terms, const float* weights, long ldw, const float* x, long ld, float* sum,
-                       Start start, const float* by = nullptr) {
-  const long step = 4096 / ld > 16 ? 4096 / ld : 16;
-  for (long t = 0; t < terms; t += step)
-    gemm(rows, ld / VL, terms - t < step ? terms - t : step, weights + t, ldw, 1, x + t * ld, ld, sum, ld,
-         t ? FROM_C : start, by);
-}
 
 // The most keys that a query evaluates of `far` clustered ones.
 SQ_INLINE long most_keys(const SqMultipole& p, long far) {
@@ -142,8 +111,6 @@ struct ChunkScratch {
   int32_t *assigned, *count;
 };
 
-constexpr long TOKENS = 64;  // whose scores are formed together
-
 static ChunkScratch chunk_scratch(const SqMultipole& p, float* memory, long* floats) {
   ChunkScratch s;
   s.ldk = padded(p.dim, VL);
@@ -176,17 +143,6 @@ static long ranks(const SqMultipole& p, long b, int32_t* token_of) {
   return n;
 }
 
-static void fetch_ranks(const SqTensor& x, long b, long h, const int32_t* token_of, long from, long n, long dim,
-                        float* to, long ld) {
-  if (!token_of) {
-    fetch(x, b, h, from, n, dim, to, ld);
-  } else {
-    for (long i = 0; i < n; i++) fetch(x, b, h, token_of[from + i], 1, dim, to + i * ld, ld);
-  }
-  if (ld > dim)
-    for (long i = 0; i < n; i++) memset(to + i * ld + dim, 0, sizeof(float) * (ld - dim));
-}
-
 // Rows of a chunk with their mean taken away: distances between keys with a large common part keep their digits.
 static void centre(const SqMultipole& p, ChunkScratch& s) {
   vf square = zero();
@@ -202,46 +158,6 @@ static void centre(const SqMultipole& p, ChunkScratch& s) {
     }
   }
   s.slack = 1e-5f * hsum(square) / (float)p.chunk;
-}
-
-// The nearest mean of every token: the first whose x.c - |c|^2 / 2 is the largest but for rounding.
-static void assign(const SqMultipole& p, const ChunkScratch& s) {
-  for (long c = 0; c < p.clusters; c++) {
-    vf square = zero();
-    for (long d = 0; d < s.ldk; d += VL) square += load(s.means + c * s.ldk + d) * load(s.means + c * s.ldk + d);
-    s.bias[c] = -0.5f * hsum(square);
-  }
-  for (long t = 0; t < p.chunk; t += TOKENS) {
-    const long left = p.chunk - t, vectors = padded(left < TOKENS ? left : TOKENS, VL) / VL;
-    gemm(p.clusters, vectors, p.dim, s.means, s.ldk, 1, s.panel + t, s.ldt, s.scores, TOKENS, FROM_BIAS, s.bias);
-    for (long j = 0; j < vectors; j++) {
-      vf best = load(s.scores + j * VL);
-      for (long c = 1; c < p.clusters; c++) best = vmax(load(s.scores + c * TOKENS + j * VL), best);
-      best -= splat(s.slack);
-      vi which = {};
-      for (long c = p.clusters - 1; c >= 0; c--) {
-        const vi near = load(s.scores + c * TOKENS + j * VL) >= best;
-        which = (near & ((vi){} + (int32_t)c)) | (~near & which);
-      }
-      memcpy(s.assigned + t + j * VL, &which, sizeof which);
-    }
-  }
-}
-
-static void update_means(const SqMultipole& p, const ChunkScratch& s) {
-  memset(s.count, 0, sizeof(int32_t) * p.clusters);
-  for (long i = 0; i < p.chunk; i++) s.count[s.assigned[i]]++;
-  for (long c = 0; c < p.clusters; c++)
-    if (s.count[c]) memset(s.means + c * s.ldk, 0, sizeof(float) * s.ldk);
-  for (long i = 0; i < p.chunk; i++) {
-    float* to = s.means + s.assigned[i] * s.ldk;
-    for (long d = 0; d < s.ldk; d += VL) store(to + d, load(to + d) + load(s.rows + i * s.ldk + d));
-  }
-  for (long c = 0; c < p.clusters; c++) {
-    if (!s.count[c]) continue;  // keeps its mean, and may win members later
-    const vf part = splat(1.0f / (float)s.count[c]);
-    for (long d = 0; d < s.ldk; d += VL) store(s.means + c * s.ldk + d, load(s.means + c * s.ldk + d) * part);
-  }
 }
 
 // Members sorted by cluster, and cluster sizes; clusters of more than `largest` keys are cut evenly, in order of rank.
@@ -279,10 +195,12 @@ static void cluster_chunk(const SqMultipole& p, const Plan& plan, long b, long h
   transpose(s.rows, p.chunk, p.dim, s.ldk, s.panel, s.ldt);
   for (long c = 0; c < p.clusters; c++)
     memcpy(s.means + c * s.ldk, s.rows + p.starts[c] * s.ldk, sizeof(float) * s.ldk);
-  assign(p, s);
-  for (long i = 0; i < p.iterations; i++) {
-    update_means(p, s);
-    assign(p, s);
+  const Means means = {p.clusters, p.dim, s.ldk, s.means, s.bias, s.slack};
+  for (long i = 0;; i++) {
+    square_bias(means);
+    for (long t = 0; t < p.chunk; t += TOKENS) nearest(means, s.panel + t, s.ldt, p.chunk - t, s.scores, s.assigned + t);
+    if (i == p.iterations) break;
+    update_means(means, p.chunk, s.rows, s.assigned, s.count);
   }
   sort_members(p, s, plan.slots, p.order + at * p.chunk, p.sizes + at * plan.slots);
 }
@@ -362,15 +280,6 @@ static void pack_chunk(const SqMultipole& p, const Plan& plan, Clusters& c, long
     }
     member += n;
     j++;
-  }
-}
-
-// n rows in panels of PC columns.
-static void lay_panels(const float* rows, long n, long dim, long ld, float* to) {
-  for (long i = 0; i < n; i += PC) {
-    const long some = n - i < PC ? n - i : PC;
-    if (some < PC) memset(to + i * dim, 0, sizeof(float) * PC * dim);
-    transpose(rows + i * ld, some, dim, ld, to + i * dim, PC);
   }
 }
 

@@ -1,7 +1,6 @@
 // A group of queries of one head against cluster means: log masses, the choice of clusters, and the sums over the others.
 #pragma once
 
-#include "../exp.h"
 #include "select.h"
 
 namespace SQ_NS::multipole {
@@ -146,28 +145,6 @@ SQ_INLINE float norm_of(const float* row, long width) {
   vf sum = zero();
   for (long e = 0; e < width; e += VL) sum += load(row + e) * load(row + e);
   return hsum(sum);
-}
-
-// Weights relative to the row's largest log mass, in place; returns their sum.
-static float exponentiate(float* row, long vectors, float peak) {
-  vf total = zero();
-  const vf shift = splat(peak);
-  long j = 0;
-  for (; j + 4 <= vectors; j += 4) {
-    vf x[4];
-    SQ_UNROLL for (int u = 0; u < 4; u++) x[u] = load(row + (j + u) * VL) - shift;
-    vexp_all<4>(x);
-    SQ_UNROLL for (int u = 0; u < 4; u++) {
-      store(row + (j + u) * VL, x[u]);
-      total += x[u];
-    }
-  }
-  for (; j < vectors; j++) {
-    const vf x = vexp(load(row + j * VL) - shift);
-    store(row + j * VL, x);
-    total += x;
-  }
-  return hsum(total);
 }
 
 // Log masses of query i in place of its scores, the criterion beside them; and the largest of each.

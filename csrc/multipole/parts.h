@@ -159,12 +159,6 @@ static void add_rows(const float* weight, const float* rows, long n, long ld, lo
     for (long e = 0; e < width; e += VL) store(sum + e, load(sum + e) + splat(weight[i]) * load(rows + i * ld + e));
 }
 
-SQ_INLINE bool finite_rows(const float* rows, long n) {
-  vf poison = zero();
-  for (long i = 0; i < n; i += VL) poison += load(rows + i) * zero();
-  return hsum(poison) == 0.0f;
-}
-
 // Scores of the queries [i0, i0 + n) with the dense keys [from, from + keys) of one panel, hidden ones -inf.
 static void dense_scores(const Group& k, long i0, long n, long from, long keys, float* scores) {
   const SqMultipole& p = *k.call;

@@ -117,9 +117,13 @@ deep = pytest.mark.deep
 CASES = [Case(name, index) for name, cls in EVERY.items() for index in range(len(cls.CONTRACT_VARIANTS))]
 
 
+# Mechanisms whose operator has a native backend for every variant.
+WHOLE = ("multipole", "clustered", "improved-clustered", "sparse")
+
+
 def _native(case: Case) -> bool:
     """Whether the native kernels take this variant, and no other one here asks them for the same."""
-    if case.name == "multipole":
+    if case.name in WHOLE:
         return True
     if not issubclass(case.cls, (Kernelised, Windowed)):
         return False
@@ -172,14 +176,20 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         return choose(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
     monkeypatch.setattr(dispatch, "choose", chosen)
-    monkeypatch.setattr(mechanisms.multipole, "choose", chosen)
-    own = kernels.multipole.reference.choose
+    for module in (mechanisms.multipole, mechanisms.clustered, mechanisms.sparse):
+        monkeypatch.setattr(module, "choose", chosen)
+    for operator in (kernels.multipole, kernels.clustered):
+        _share_choices(operator, monkeypatch)
+
+
+def _share_choices(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle takes the choices of the kernels that it is compared with."""
+    own = operator.reference.choose
 
     def same_choices(spec: Any, call: Call, q: Tensor, *args: Any) -> Any:
-        """The oracle takes the clusters and the selection of the kernels that it is compared with."""
-        return (own if tracing(q) else kernels.multipole.native.choose)(spec, call, q, *args)
+        return (own if tracing(q) else operator.native.choose)(spec, call, q, *args)
 
-    monkeypatch.setattr(kernels.multipole.reference, "choose", same_choices)
+    monkeypatch.setattr(operator.reference, "choose", same_choices)
 
 
 FIXTURES: dict[str, list[Any]] = {

@@ -5,10 +5,15 @@ import torch
 import torch.nn.functional as F
 
 import subquad as sq
-from subquad.kernels.kmeans import ClusterDraw, cluster
+from subquad.kernels.clustered import definition, native
+from subquad.kernels.clustered.definition import top_keys
+from subquad.kernels.kmeans import ClusterDraw, cluster, cluster_means, lloyd
+from subquad.kernels.native import library
+from subquad.kernels.operator import Call
 
 D = 8
 NAMES = ("clustered", "improved-clustered")
+needs_native = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 
 
 def tokens(length, keys=None, batch=2, heads=2, seed=0, width=6, norm=1.0):
@@ -58,7 +63,7 @@ def test_hamming_is_that_of_a_plain_loop():
 
 def test_lloyd_lowers_the_distortion_and_ends_at_means():
     draw = ClusterDraw(clusters=6, bits=1, dim=D, seed=0)
-    x = tokens(200)[0].flatten(0, 1)
+    x = tokens(190)[0].flatten(0, 1)  # few enough that the sample is all of them
     before = float("inf")
     for iterations in (0, 1, 3, 60):
         assigned = cluster(x, None, draw, clustering="lloyd", iterations=iterations)
@@ -133,7 +138,7 @@ def test_error_of_clustered_is_within_its_bound():
     for norm in (0.3, 1.0, 4.0):
         q, k, _ = tokens(80, norm=norm)
         attn = sq.create("clustered", D, 2, clusters=6, clustering="lloyd", seed=0)
-        assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering="lloyd", iterations=10)
+        assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering="lloyd", iterations=attn.iterations)
         member = F.one_hot(assigned, 6).mT.to(q.dtype)
         centroid = member @ q.flatten(0, 1) / member.sum(-1, keepdim=True).clamp(min=1)
         distance = (q.flatten(0, 1) - member.mT @ centroid).norm(dim=-1).view(2, 2, 80)
@@ -180,7 +185,9 @@ def test_equal_queries_leave_clusters_empty(name):
 def test_a_mask_that_empties_a_cluster(name, clustering):
     attn = sq.create(name, D, 2, clusters=4, clustering=clustering, seed=0)
     q, k, v = tokens(60)
-    assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering=clustering, iterations=10).view(2, 2, 60)
+    assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering=clustering, iterations=attn.iterations).view(
+        2, 2, 60
+    )
     keep = assigned[:, 0] != 1  # the queries of one cluster of head 0 are gone
     out = attn(q, k, v, query_mask=keep)
     assert out.isfinite().all()
@@ -204,14 +211,16 @@ def test_a_mask_that_leaves_nothing(clustering):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_query_that_is_not_a_number_reaches_its_own_cluster_only(name):
-    attn = sq.create(name, D, 1, clusters=6, seed=0)
-    q, k, v = tokens(60, batch=1, heads=1)
+@pytest.mark.parametrize("clustering", ["hamming", "lloyd"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_query_that_is_not_a_number_reaches_its_own_cluster_only(name, clustering, dtype):
+    attn = sq.create(name, D, 1, clusters=6, clustering=clustering, iterations=10, seed=0)
+    q, k, v = (x.to(dtype) for x in tokens(60, batch=1, heads=1))
     q[0, 0, 7] = float("nan")
     out = attn(q, k, v)[0, 0]
     assert out[7].isnan().all()
     lost = out.isnan().any(-1)
-    assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering="hamming", iterations=10)[0]
+    assigned = cluster(q.flatten(0, 1), None, attn.draw, clustering=clustering, iterations=10)[0]
     assert torch.equal(lost, assigned == assigned[7])
     assert lost.sum() < 40
 
@@ -269,17 +278,106 @@ def test_masks_come_before_the_choice_of_keys():
 
 
 def test_groups_are_chosen_by_their_joint_mass_also_where_it_underflows():
-    attn = sq.create("improved-clustered", D, 1, clusters=1, topk=2, group_size=2, seed=0)
     level = torch.tensor([0.9, 0.9, -9.0, -9.0, 1.0, -9.0, -500.0, -600.0, -400.0, -700.0])
-    scores = level[None, None, None]
-    chosen, hidden = attn._top(scores, torch.softmax(scores, -1), None)
-    assert sorted(chosen.flatten().tolist()) == [0, 1]  # e^.9 + e^.9 > e^1 + e^-9, though key 4 is the largest
-    assert not hidden.any()
-    # Of groups whose mass has underflowed to 0 the one with the larger key is taken, not just any.
-    chosen, _ = sq.create("improved-clustered", D, 1, clusters=1, topk=8, group_size=2)._top(
-        scores, torch.softmax(scores, -1), None
-    )
-    assert sorted(chosen.flatten().tolist()) == [0, 1, 2, 3, 4, 5, 8, 9]
+    scores, call = level[None, None, None], Call(1.0)
+    for topk, want in ((2, [0, 1]), (8, [0, 1, 2, 3, 4, 5, 8, 9])):
+        # e^.9 + e^.9 > e^1 + e^-9, though key 4 is the largest. Of groups whose mass underflows to 0 the one with the
+        # larger key is taken, not just any.
+        spec = sq.create("improved-clustered", D, 1, clusters=1, topk=topk, group_size=2, seed=0)._spec()
+        chosen, hidden = top_keys(spec, call, scores)
+        assert sorted(chosen.flatten().tolist()) == want
+        assert not hidden.any()
+
+
+# -- the native kernels -----------------------------------------------------------------------------------------------
+
+
+def single(length, **changes):
+    return [x.float() for x in tokens(length, **changes)]
+
+
+@needs_native
+@pytest.mark.parametrize("clustering", ["hamming", "lloyd"])
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_both_ways_to_choose_agree(clustering, group_size):
+    # 300 queries in 6 clusters: k-means sees a sample of them.
+    options = {"clusters": 6, "topk": 12, "group_size": group_size, "clustering": clustering, "seed": 1}
+    spec = sq.create("improved-clustered", D, 2, **options)._spec()
+    q, k, _ = single(300, keys=90)
+    masks = (torch.rand(2, n, generator=torch.Generator().manual_seed(1)) > 0.2 for n in (90, 300))
+    for call in (Call(0.4), Call(0.4, *masks)):
+        ours, theirs = native.choose(spec, call, q, k), definition.choose(spec, call, q, k)
+        assert torch.equal(ours.assigned, theirs.assigned)
+        used = torch.zeros(2, 2, 6, dtype=torch.bool).scatter(-1, ours.assigned, True)  # the others choose nothing
+        assert torch.equal(ours.top.sort(-1).values[used], theirs.top.sort(-1).values[used])
+        assert (ours.top[~used] == -1).all()
+
+
+@needs_native
+def test_a_call_says_which_keys_it_took():
+    attn = sq.create("improved-clustered", D, 2, clusters=4, topk=5, seed=0)
+    q, k, _ = single(70)
+    plain = weights(sq.create("clustered", D, 2, clusters=4, seed=0), q, k)
+    assigned, top = native.choose(attn._spec(), Call(D**-0.5), q, k)
+    for query in (0, 31, 69):
+        mine = top[0, 1, assigned[0, 1, query]]
+        assert sorted(mine.tolist()) == sorted(plain[0, 1, query].topk(5).indices.tolist())
+
+
+@needs_native
+@pytest.mark.parametrize("name", NAMES)
+def test_neither_threads_nor_neighbours_change_a_bit(name):
+    attn = sq.create(name, D, 2, clusters=30, seed=0)
+    q, k, v = single(700, batch=3)
+    before, want = torch.get_num_threads(), attn(q, k, v)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(attn(q, k, v), want)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(attn(q[1:2], k[1:2], v[1:2]), want[1:2])
+    mask = torch.rand(3, 700, generator=torch.Generator().manual_seed(0)) > 0.3
+    alone = attn(q[:1, :, mask[0]], k[:1, :, mask[0]], v[:1, :, mask[0]])
+    assert torch.equal(attn(q, k, v, key_mask=mask, query_mask=mask)[:1, :, mask[0]], alone)
+
+
+@needs_native
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_head_in_parts_has_the_same_gradient(name):
+    attn = sq.create(name, D, 4, 1, clusters=60, seed=0)
+    inputs = [x[:, :n].clone().requires_grad_() for x, n in zip(single(300, batch=1, heads=4), (4, 1, 1), strict=True)]
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(torch.autograd.grad(attn(*inputs).square().sum(), inputs))
+    torch.set_num_threads(before)
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_queries_with_a_large_common_part_are_told_apart(name):
+    q, k, _ = single(90)
+    spec, call = sq.create(name, D, 2, clusters=5, seed=0)._spec(), Call(1.0)
+    for choose in (definition.choose, *([] if library.missing() else [native.choose])):
+        assert torch.equal(choose(spec, call, q + 300.0, k).assigned, choose(spec, call, q, k).assigned)
+
+
+def test_a_sample_moves_the_means_as_well_as_all_tokens():
+    centres = torch.randn(40, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    label = torch.arange(6000) * 7 % 40
+    x = (3 * centres[label] + 0.5 * tokens(6000, batch=1, heads=1)[0][0, 0]).unsqueeze(0)
+    draw = ClusterDraw(clusters=20, bits=1, dim=D, seed=0)
+
+    def distortion(assigned):
+        mean = cluster_means(x, assigned, None, 20)
+        return (x - mean[0, assigned]).square().sum()
+
+    sampled = distortion(cluster(x, None, draw, clustering="lloyd", iterations=5))
+    start = x[:, ((torch.arange(20) + draw.starts) * 300).long()]
+    assert sampled < 1.1 * distortion(lloyd(x, None, start, 5))
+    assert sampled < 0.8 * distortion(lloyd(x, None, start, 0))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.checkpointing import tracing
+from ..kernels.blocks import before, counts, inverse, ordered, slots
 
-__all__ = ["HIDDEN", "Choices", "aligned", "hash_buckets", "ranked", "ranked_shared", "slots", "take_rows"]
+__all__ = ["HIDDEN", "Choices", "aligned", "hash_buckets", "ranked", "ranked_shared"]
 
 # The chunk number of a masked key: no query is there or one after it.
 HIDDEN = -4
@@ -67,46 +67,6 @@ def hash_buckets(x: Tensor, matrix: Tensor, rounds: int) -> Tensor:
     return bucket
 
 
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of every sequence, x (X, N, W) at index (X, n) -> (X, n, W), as one copy of whole rows.
-
-    >>> take_rows(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[1, 1, 0]]))
-    tensor([[[3, 4],
-             [3, 4],
-             [1, 2]]])
-    """
-    if x.shape[-1] == 1:
-        return x.squeeze(-1).gather(-1, index).unsqueeze(-1)
-    start = x.shape[1] * torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
-    rows: Tensor = x.flatten(0, 1).index_select(0, (index + start).flatten()).unflatten(0, index.shape)
-    return rows
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """place[order[p]] = p along the last dimension."""
-    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    return torch.zeros_like(order).scatter(-1, order, places)
-
-
-def _counts(group: Tensor, groups: int) -> Tensor:
-    """How many tokens each group has: (X, R, L) -> (X, R, groups)."""
-    return group.new_zeros((*group.shape[:-1], groups)).scatter_add(-1, group, torch.ones_like(group))
-
-
-def _before(counts: Tensor) -> Tensor:
-    """Running sum without the own term."""
-    return counts.cumsum(-1) - counts
-
-
-def _ordered(bucket: Tensor) -> tuple[Tensor, Tensor]:
-    """Order by (bucket, position): which token stands at each place, and the place of each token."""
-    length = bucket.shape[-1]
-    # One sort of distinct numbers is stable by construction, and its values already hold the positions.
-    code = bucket * length + torch.arange(length, device=bucket.device)
-    order = code.sort(-1).values % max(length, 1)
-    return order, _inverse(order)
-
-
 def _ending(bucket: Tensor, mask: Tensor | None, buckets: int) -> Tensor:
     """Masked tokens (mask (X, L) False) in a bucket of their own behind all others."""
     return bucket if mask is None else bucket.masked_fill(~mask.unsqueeze(-2), buckets)
@@ -120,32 +80,6 @@ def _padded(order: Tensor, size: int) -> Tensor:
     """Fill the last block up to a multiple of `size` with the index one past the end, an empty slot."""
     length = order.shape[-1]
     return torch.nn.functional.pad(order, (0, -length % size), value=length)
-
-
-def slots(group: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of `size` rows that all belong to one group, for groups of any sizes, without a loop.
-
-    group (..., L) int64 -> slot of each row (..., L), row of each slot (..., n*size) with L in empty slots, group of
-    each block (..., n). n = L // size + groups suffices whatever the groups are; blocks at the end that no sequence
-    uses are cut off where a look at the values is free.
-
-    >>> slots(torch.tensor([1, 0, 1, 1]), groups=2, size=2)
-    (tensor([2, 0, 3, 4]), tensor([1, 4, 0, 2, 3, 4]), tensor([0, 1, 1]))
-    """
-    length = group.shape[-1]
-    blocks = length // size + groups
-    _, place = _ordered(group)
-    counts = _counts(group, groups)
-    needed = (counts + size - 1) // size
-    slot = (_before(needed) * size - _before(counts)).gather(-1, group) + place
-    if group.numel() and group.device.type == "cpu" and not tracing(group):
-        blocks = int(slot.max()) // size + 1
-    rows = torch.arange(length, device=group.device).expand_as(slot)
-    row_of = group.new_full((*group.shape[:-1], blocks * size), length).scatter(-1, slot, rows)
-    # The group of block b: how many groups have all of their blocks before it.
-    last = needed.cumsum(-1).clamp(max=blocks)
-    ends = group.new_zeros((*group.shape[:-1], blocks + 1)).scatter_add(-1, last, torch.ones_like(needed))
-    return slot, row_of, ends.cumsum(-1)[..., :-1].clamp(max=groups - 1)
 
 
 def aligned(
@@ -163,15 +97,15 @@ def aligned(
     query's place, and the one before.
     """
     bucket = _ending(key_bucket, key_mask, buckets)
-    order, place = _ordered(bucket)
+    order, place = ordered(bucket)
     key_chunk = _hide(place // size, key_mask)
     if query_bucket is None:
         return Choices(place // size, key_chunk, order, place, _padded(order, size), None, 1, order.shape[-1])
     asked = _ending(query_bucket, query_mask, buckets)
-    query_order, slot = _ordered(asked)
-    keys, queries = _counts(bucket, buckets + 1), _counts(asked, buckets + 1)
-    rank = slot - _before(queries).gather(-1, asked)
-    worth = _before(keys).gather(-1, asked) + rank * keys.gather(-1, asked) // queries.gather(-1, asked)
+    query_order, slot = ordered(asked)
+    keys, queries = counts(bucket, buckets + 1), counts(asked, buckets + 1)
+    rank = slot - before(queries).gather(-1, asked)
+    worth = before(keys).gather(-1, asked) + rank * keys.gather(-1, asked) // queries.gather(-1, asked)
     first = query_order[..., ::size]
     block = (worth.gather(-1, first) + size // 2) // size
     chunk = block.gather(-1, slot // size)
@@ -180,7 +114,7 @@ def aligned(
 
 def _rank_chunks(keys: Tensor, size: int) -> Tensor:
     """The number of the first chunk of every bucket: consecutive, with one unused number between buckets."""
-    return _before((keys + size - 1) // size + 1)
+    return before((keys + size - 1) // size + 1)
 
 
 def _limit(bucket: Tensor, buckets: int) -> int:
@@ -194,9 +128,9 @@ def ranked_shared(bucket: Tensor, mask: Tensor | None, buckets: int, size: int) 
     The two chunks seen lie within 2m places before the own place, so a block of m places reads two blocks before it.
     """
     bucket = _ending(bucket, mask, buckets)
-    order, place = _ordered(bucket)
-    keys = _counts(bucket, buckets + 1)
-    rank = place - _before(keys).gather(-1, bucket)
+    order, place = ordered(bucket)
+    keys = counts(bucket, buckets + 1)
+    rank = place - before(keys).gather(-1, bucket)
     chunk = _rank_chunks(keys, size).gather(-1, bucket) + rank // size
     return Choices(chunk, _hide(chunk, mask), order, place, _padded(order, size), None, 2, _limit(bucket, buckets))
 
@@ -217,12 +151,12 @@ def ranked(key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, bu
     token = code // 2 % length + length * is_query
     seen = torch.zeros_like(token).scatter(-1, token, (1 - is_query).cumsum(-1))  # keys up to and including this token
     place, worth = seen[..., :length] - 1, seen[..., length:]
-    keys = _counts(bucket, buckets + 1)
-    starts, chunks = _before(keys), _rank_chunks(keys, size)
+    keys = counts(bucket, buckets + 1)
+    starts, chunks = before(keys), _rank_chunks(keys, size)
     key_chunk = chunks.gather(-1, bucket) + (place - starts.gather(-1, bucket)) // size
-    before = (worth - starts.gather(-1, query_bucket) - 1).clamp(min=0)
-    query_chunk = chunks.gather(-1, query_bucket) + before // size
+    rank = (worth - starts.gather(-1, query_bucket) - 1).clamp(min=0)
+    query_chunk = chunks.gather(-1, query_bucket) + rank // size
     blocks = -(-length // size)
     slot, slot_query, block = slots((worth - 1).clamp(min=0) // size, blocks, size)
     limit = _limit(bucket, buckets)
-    return Choices(query_chunk, _hide(key_chunk, key_mask), _inverse(place), slot, slot_query, block, 2, limit)
+    return Choices(query_chunk, _hide(key_chunk, key_mask), inverse(place), slot, slot_query, block, 2, limit)

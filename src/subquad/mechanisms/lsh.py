@@ -30,10 +30,11 @@ from .. import checks
 from ..features.base import LOG2_E
 from ..features.precision import compute_dtype, full_precision
 from ..features.projections import GaussianProjection
+from ..kernels.blocks import take_rows
 from ..kernels.checkpointing import scan_chunks, tracing
 from ..kernels.operator import Call
 from .base import Mechanism, check_call
-from .buckets import Choices, aligned, hash_buckets, ranked, ranked_shared, take_rows
+from .buckets import Choices, aligned, hash_buckets, ranked, ranked_shared
 
 __all__ = ["LSH"]
 

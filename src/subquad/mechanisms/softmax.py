@@ -14,10 +14,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from ..features.precision import compute_dtype
 from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
+from ..kernels.reference import dense_softmax
 from ..state import check_continues, check_crop, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism, check_call
 
@@ -59,19 +59,6 @@ class KVState:
 
 
 register_state(KVState)
-
-
-def dense_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Softmax attention from its definition, under a mask that broadcasts to (B, Hq, L, S); 0 where no key is
-    visible.
-    """
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    dtype = compute_dtype(q)
-    scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~visible, float("-inf"))
-    empty = ~visible.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(~visible, 0.0)
-    return (weights @ v.to(dtype)).to(v.dtype)
 
 
 def fused_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> Tensor:

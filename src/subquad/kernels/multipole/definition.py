@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kmeans import ClusterDraw, lloyd
+from ..kmeans import ClusterDraw, lloyd, rank_order
 
 __all__ = [
     "Choices",
@@ -153,13 +153,6 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     rows: Tensor = x.gather(2, flat.long()).unflatten(2, index.shape[2:])
     return rows
-
-
-def rank_order(mask: Tensor) -> Tensor:
-    """The token of every rank: mask (B, S) -> (B, S) int64, real tokens first and in order."""
-    length = mask.shape[-1]
-    position = torch.arange(length, device=mask.device)
-    return (position + length * (~mask)).sort(-1).values % max(length, 1)
 
 
 def sight(spec: Spec, mask: Tensor, queries: int) -> Sight:
