@@ -19,6 +19,8 @@ constexpr long PC = NV * VL;
 SQ_INLINE float* panel_entry(float* x, long rows, long row, long column) {
   return x + (column / PC * rows + row) * PC + column % PC;
 }
+// Room for n columns in panels, which are always written whole; a panel is wider than a cache line where vectors are.
+SQ_INLINE long panel_columns(long n) { return padded(odd_lines(n), PC); }
 
 // scores[rows][lds] = a[rows][lda] x, with x (dim, columns) in panels; whole panels are written.
 static void times_panels(long rows, long columns, long dim, const float* a, long lda, const float* x, float* scores,

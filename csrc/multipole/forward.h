@@ -189,8 +189,8 @@ static float* prepare(const SqMultipole& p, Context& x) {
   x.failed = false;
   plan.chunks = p.length_k / p.chunk;
   plan.slots = p.clusters + p.chunk / p.largest;
-  plan.ldc = odd_lines(plan.chunks * plan.slots);
-  plan.ldb = odd_lines(p.chunk < p.length_k ? p.chunk : p.length_k);
+  plan.ldc = panel_columns(plan.chunks * plan.slots);
+  plan.ldb = panel_columns(p.chunk < p.length_k ? p.chunk : p.length_k);
   plan.ldk = padded(p.dim, VL);
   plan.lde = padded(p.width, VL);
   plan.floats = cut(p, plan, nullptr, nullptr);

@@ -69,7 +69,7 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   Group k;
   k.call = &p, k.plan = &plan;
   k.ldq = plan.ldk;
-  k.lds = plan.ldc > COLUMNS ? plan.ldc : odd_lines(COLUMNS);
+  k.lds = odd_lines(plan.ldc > COLUMNS ? plan.ldc : COLUMNS);
   k.most = group_size(p, plan);
   const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan);
   const long entries = k.most * (chosen < columns ? chosen : columns);
