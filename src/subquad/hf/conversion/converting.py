@@ -137,7 +137,9 @@ def convert(
                  in the converted path the model must give what it gives. A layer for which it does not stays exact,
                  with the difference in the report, or raises if it was asked for by name
     positions:   "interpolate": let a SentenceTransformer with learned positions encode texts of up to `length` tokens
-    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
+    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike. Where none
+                 is named, of the choice: candidates= to choose from, resume= a file that keeps what was measured until
+                 the choice is made, progress= called with (what, how many are done, of how many)
 
     The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
     `load(folder)` brings it back. Decoders generate with a cache of constant size afterwards. Masks that linear-time
