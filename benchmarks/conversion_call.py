@@ -12,7 +12,8 @@ sentences  the encoders of `texts` on STS-B dev: Spearman
 stories, antibodies, reactions   the language models of benchmarks/conversion.py on their own data, for their own
            length and for 2048 tokens: perplexity, masked accuracy
 speed      seconds of the whole encoder at 2048, 8192 and 32768 tokens, exact and converted in turn; wants a quiet
-           machine, and takes some five minutes. Converted with texts of --speed-calibration tokens
+           machine and some five minutes. Converted with texts of --speed-calibration tokens; 32768 tokens go with
+           what was chosen for 8192
 """
 
 import argparse
@@ -34,7 +35,7 @@ from conversion_data import (
     written_out,
 )
 from conversion_language import plain
-from conversion_study import Study
+from conversion_study import Study, converted
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
@@ -75,33 +76,35 @@ def encoder_of(arguments: argparse.Namespace, length: int) -> Any:
 
 def texts(study: Study, arguments: argparse.Namespace) -> dict[int, Any]:
     study.begin("texts", "1 - error: cosine of the last hidden states of every token; cosine: of mean embeddings")
-    tokenizer, models = AutoTokenizer.from_pretrained(arguments.encoder), {}
+    tokenizer, choices = AutoTokenizer.from_pretrained(arguments.encoder), {}
     for length in arguments.lengths:
         exact = encoder_of(arguments, length)
         rows = max(1, 1024 // length)
         batches = texts_of(arguments.text, tokenizer, length, 4, rows)
-        models[length], report = made(exact, batches, length, study)
+        student, report = made(exact, batches, length, study)
+        choices[length] = report.choice.mechanisms
         unseen = texts_of(arguments.unseen, tokenizer, length, 2 if length > 4096 else 4, rows)
-        found = outputs(models[length], unseen)
+        found = outputs(student, unseen)
         study.row(
             f"{length} tokens",
             tokens_cosine=1 - output_error(found, outputs(exact, unseen)),
-            cosine=cosine(embeddings(models[length], unseen), embeddings(exact, unseen)),
+            cosine=cosine(embeddings(student, unseen), embeddings(exact, unseen)),
             layers=f"{len(report.converted)} of {len(report.layers)}",
             texts=len(unseen) * rows,
             verdict=report.verdict,
         )
-    return models
+    return choices
 
 
-def sentences(study: Study, arguments: argparse.Namespace, models: dict[int, Any]) -> None:
+def sentences(study: Study, arguments: argparse.Namespace, choices: dict[int, Any]) -> None:
     study.begin("sentences", f"STS-B dev, first {arguments.pairs} pairs, Spearman, with what texts chose")
     tokenizer = AutoTokenizer.from_pretrained(arguments.encoder)
     pairs = pair_scores(tokenizer, arguments.sts, arguments.pairs)
-    exact = spearman(encoder_of(arguments, 512), pairs)
+    model = encoder_of(arguments, 0)  # short texts have the positions that it was trained with
+    exact = spearman(model, pairs)
     study.row("exact", spearman=exact)
-    for length, model in models.items():
-        found = spearman(model, pairs)
+    for length, choice in choices.items():
+        found = exact if not any(choice.values()) else converted(model, choice, None, lambda: spearman(model, pairs))
         study.row(f"converted for {length} tokens", spearman=found, below_exact=exact - found)
 
 
@@ -150,20 +153,23 @@ def reactions(study: Study, arguments: argparse.Namespace) -> None:
 def speed(study: Study, arguments: argparse.Namespace) -> None:
     study.begin("speed", "seconds of the whole encoder, one text, exact and converted in turn")
     tokenizer = AutoTokenizer.from_pretrained(arguments.encoder)
+    calibration = texts_of(arguments.text, tokenizer, arguments.speed_calibration, 4)
+    choice: dict[int, Any] = {}
     for length in arguments.speed_lengths:
         exact = encoder_of(arguments, length)
-        calibration = texts_of(arguments.text, tokenizer, min(length, arguments.speed_calibration), 4)
-        converted, report = made(exact, calibration, length, study)
+        if not choice or length <= 8192:  # longer texts go with what was chosen for 8192 tokens
+            choice = made(exact, calibration, length, study)[1].choice.mechanisms
+        student = copy.deepcopy(exact)
+        if any(choice.values()):
+            sq.hf.convert(student, copy.deepcopy(choice), check=False)
         (batch,) = texts_of(arguments.text, tokenizer, length, 1)
-        calls = {"exact": functools.partial(exact, **batch), "converted": functools.partial(converted, **batch)}
+        calls = {"exact": functools.partial(exact, **batch), "converted": functools.partial(student, **batch)}
         once = frozenset({"exact"} if length > 16384 else ())
         with torch.no_grad():
             times = interleave(calls, runs=arguments.runs, seconds=60.0, once=once)
         seconds = {name: timing.best for name, timing in times.items()}
-        study.row(
-            f"{length} tokens", **seconds, faster=seconds["exact"] / seconds["converted"],
-            layers=len(report.converted), verdict=report.verdict,
-        )  # fmt: skip
+        layers = sum(one is not None for one in choice.values())
+        study.row(f"{length} tokens", **seconds, faster=seconds["exact"] / seconds["converted"], layers=layers)
 
 
 def main() -> None:
@@ -188,11 +194,11 @@ def main() -> None:
     unknown = set(only) - set(SECTIONS)
     if unknown:
         parser.error(f"--only: {sorted(unknown)} are no sections; expected some of {SECTIONS}")
-    study, models = Study(arguments.json), {}
+    study, choices = Study(arguments.json), {}
     if "texts" in only:
-        models = texts(study, arguments)
+        choices = texts(study, arguments)
     if "sentences" in only:
-        sentences(study, arguments, models)
+        sentences(study, arguments, choices)
     for function in (stories, antibodies, reactions, speed):
         if function.__name__ in only:
             function(study, arguments)

@@ -163,9 +163,7 @@ def look(
                 reached = {key for key, one in looks.items() if one.calls}
     for key in reached - _reached(model, ours, trials[0]):
         one = looks[key]
-        one.obstacle = (
-            one.obstacle or "a second call with the same inputs does not reach it: its output is kept"
-        )
+        one.obstacle = one.obstacle or "a second call with the same inputs does not reach it: its output is kept"
     return [looks[id(layer.module)].result() for layer in found], list(trials)
 
 
