@@ -80,10 +80,11 @@ def texts(study: Study, arguments: argparse.Namespace) -> dict[int, Any]:
     for length in arguments.lengths:
         exact = encoder_of(arguments, length)
         rows = max(1, 1024 // length)
-        batches = texts_of(arguments.text, tokenizer, length, 4, rows)
+        shown = min(length, arguments.calibration_tokens or length)
+        batches = texts_of(arguments.text, tokenizer, shown, 4, rows)
         student, report = made(exact, batches, length, study)
         choices[length] = report.choice.mechanisms
-        unseen = texts_of(arguments.unseen, tokenizer, length, 2 if length > 4096 else 4, rows)
+        unseen = texts_of(arguments.unseen, tokenizer, length, arguments.texts if length <= 4096 else 1, rows)
         found = outputs(student, unseen)
         study.row(
             f"{length} tokens",
@@ -184,6 +185,8 @@ def main() -> None:
     parser.add_argument("--species", default="HUMAN")
     parser.add_argument("--pairs", type=int, default=600)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--calibration-tokens", type=int, default=0, help="of the texts to convert with; 0: the length")
+    parser.add_argument("--texts", type=int, default=4, help="unseen batches; 1 beyond 4096 tokens")
     parser.add_argument("--speed-lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument(
         "--speed-calibration", type=int, default=2048, help="tokens of the texts that speed converts with"

@@ -130,7 +130,8 @@ def convert(
                  better. Without one, the fastest is chosen for every layer and head at which the model's output stays
                  within `error` on batches of `calibration` that are held out for it; it may be that nothing should be
                  converted at that length, which the report then says
-    error:       1 - cosine of the last hidden state, or relative squared error of the logits; where none is named
+    error:       1 - cosine of the last hidden state, or of logits the larger of their relative squared error and three
+                 times the divergence of what they predict; where none is named
     length:      tokens that the choice is made for; None = those of the longest batch
     layers:      numbers or names of the attention layers to convert; None = all that can be
     calibration: batches as the model takes them (dicts of tensors; texts for a SentenceTransformer). Needed by
