@@ -14,6 +14,7 @@ SMALL = {
     "convert_model.py": ["--num-features", "16"],
     "error_curves.py": ["--length", "64", "--num-features", "16,32"],
     "generate.py": ["--tokens", "5"],
+    "search_documents.py": ["--length", "600"],
     "train_long.py": ["--length", "64", "--steps", "3"],
 }
 

@@ -80,6 +80,13 @@ def test_decoders_have_a_cache_that_does_not_grow(known_times: None) -> None:
     assert new.shape == (3, 16)
 
 
+def test_logits_that_decide_count_however_many_do_not() -> None:
+    exact, found = torch.tensor([[[5.0, 5.0, -40.0, -40.0]]]), torch.tensor([[[6.0, 4.0, -40.0, -40.0]]])
+    divergence = torch.nn.functional.kl_div(found.log_softmax(-1), exact.softmax(-1), reduction="sum")
+    assert output_error([("logits", found, None)], [("logits", exact, None)]) == pytest.approx(3 * float(divergence))
+    assert (found - exact).square().sum() / (exact + 17.5).square().sum() < 0.001
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="pass calibration=, a few batches"):
         convert(encoder())

@@ -14,6 +14,7 @@ from subquad.hf import convert
 from subquad.hf.conversion.attending import Converted
 from subquad.hf.conversion.interface import Call
 from subquad.hf.conversion.layers import find_layers
+from subquad.hf.conversion.trials import make_trials
 
 from .zoo import Oracle, batch, make, real_logits, text
 
@@ -40,6 +41,30 @@ def test_a_conversion_that_would_be_wrong_is_left_exact_with_the_difference(monk
     sq.hf.revert(model)
     _, report = convert(model, "linear", check=False)
     assert report.converted == [0, 1, 2]
+
+
+def test_a_layer_whose_output_the_model_keeps_between_calls_stays_exact() -> None:
+    """What it gave with exact attention before would be given again (OmDet-Turbo keeps embeddings of texts)."""
+    model = make("bert")
+    block, kept = model.bert.encoder.layer[1], {}
+    inner = block.forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key = tuple(hidden_states.shape)
+        kept[key] = kept[key] if key in kept else inner(hidden_states, *args, **kwargs)
+        return kept[key]
+
+    block.forward = forward
+    _, report = convert(model, "linear", calibration=[{"inputs_embeds": torch.randn(2, 9, 32)}])
+    assert report.converted == [0, 2] and "a second call with the same inputs" in report.layers[1].reason
+
+
+def test_a_cache_is_tried_with_inputs_that_tell_something() -> None:
+    model = make("llama")
+    assert [trial.name for trial in make_trials(model, [])][-1] == "a cache"
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert [trial.name for trial in make_trials(model, [])][-1] == "padding on the right"
 
 
 def test_packed_sequences_are_each_alone() -> None:

@@ -15,6 +15,7 @@ from subquad import cli
 from subquad.hf import convert, load
 from subquad.hf.conversion.interface import mechanism_of
 from subquad.hf.conversion.layers import find_layers
+from subquad.hf.plan import automatic, survey
 from subquad.lab.converted import lengthened, memory_of, pays_from, time_models
 from subquad.lab.quality import figure, kind_of, read_documents, to_batches
 
@@ -75,6 +76,43 @@ def test_text_alone_chooses_or_says_that_nothing_pays(
     assert bool(record["converted"]) == pays and record["choice"]["error"] <= 0.5
     assert ("times as fast as exact" if pays else "nothing was converted") in ran.output
     assert (out / "model.safetensors").exists() == pays
+
+
+def test_an_interrupted_choice_goes_on_where_it_was(tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    errors = survey._best_draws
+
+    def counted(one: Any, *rest: Any) -> Any:
+        if len(measured) == 3 * 2 + 1:  # in the middle of the third layer
+            measured.append(-1)
+            raise KeyboardInterrupt
+        measured.append(one.layer.index)
+        return errors(one, *rest)
+
+    def known(choices: Any, shape: Any, causal: bool, lengths: Any) -> Any:
+        rows = [[1e-8 * n * n if c["mechanism"] == "softmax" else 1e-6 * n for n in lengths] for c in choices]
+        return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
+
+    monkeypatch.setattr(survey, "_best_draws", counted)
+    monkeypatch.setattr(survey, "_times", known)
+    few = [{"mechanism": "softmax"}, {"mechanism": "local", "window": 4}, {"mechanism": "performer", "num_features": 8}]
+    monkeypatch.setattr(automatic, "automatic_candidates", lambda: few)
+    folder, reports = saved(tmp_path, "llama"), []
+    for out in ("out", "out", "other"):
+        ran = invoke(folder, "--text", ids, "--error", 0.5, "--length", 8192, "--no-speed", "--out", tmp_path / out)
+        unfinished = (tmp_path / out / "choice.unfinished").exists()
+        if not reports and measured[-1] == -1:
+            assert ran.exit_code != 0 and unfinished and "[1/3] layer 1: 3 candidates" in ran.stderr
+            del measured[:]
+            measured += [0] * 8  # no further interruption
+            continue
+        assert ran.exit_code == 0 and not unfinished, ran.output
+        if not reports:
+            assert measured[8:] == [2] * 3  # the first two layers were known
+        reports.append(json.loads((tmp_path / out / "report.json").read_text())["layers"])
+    first, second = reports
+    assert first["converted"] and first["layers"] == second["layers"]
+    assert first["choice"]["error"] == second["choice"]["error"]
 
 
 def test_distillation_lowers_the_damage(tmp_path: Path, ids: Path) -> None:

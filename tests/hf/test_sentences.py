@@ -34,11 +34,15 @@ def test_saved_and_loaded_with_its_mechanisms(tmp_path: Path) -> None:
     model = encoder(tmp_path)
     texts = ["w1 w2 w3", " ".join(f"w{i % 40}" for i in range(60))]
     exact = model.encode(texts)
+    with pytest.raises(ValueError, match="nothing"):
+        sq.hf.convert(model, "nothing", positions="interpolate", length=64)
+    assert model.max_seq_length == 16 and type(model[0]).__name__ == "Transformer"
     model, report = sq.hf.convert(
         model, "performer", num_features=16, seed=0, positions="interpolate", length=64,
-        calibration=[dict(model.tokenize(texts))],
+        calibration=texts,
     )  # fmt: skip
     assert report.converted == [0, 1] and "up to 64 tokens" in str(report)
+    assert report.calibration_tokens == 5 + 62  # the long text is not cut to the 16 positions
     found = torch.as_tensor(model.encode(texts))
     assert (found - torch.as_tensor(exact)).abs().max() > 1e-3
     torch.testing.assert_close(torch.as_tensor(model.encode(texts[1:]))[0], found[1], rtol=1e-4, atol=1e-4)
@@ -47,7 +51,8 @@ def test_saved_and_loaded_with_its_mechanisms(tmp_path: Path) -> None:
     assert kind == "subquad.hf.conversion.sentences.ConvertedTransformer"
     again = sq.hf.load(tmp_path / "saved", device="cpu")
     torch.testing.assert_close(torch.as_tensor(again.encode(texts)), found, rtol=1e-5, atol=1e-5)
-    assert type(sq.hf.revert(model)[0]).__name__ == "Transformer"
+    assert type(sq.hf.revert(model)[0]).__name__ == "Transformer" and model.max_seq_length == 16
+    torch.testing.assert_close(torch.as_tensor(model.encode(texts)), torch.as_tensor(exact))
 
 
 def test_positions_between_those_that_were_learned() -> None:

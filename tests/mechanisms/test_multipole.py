@@ -346,6 +346,17 @@ def test_a_chunk_longer_than_the_input_is_exact_attention():
         assert (attn(q, k, v, backend=backend) - exact_attention(q, k, v)).abs().max() < 1e-5
 
 
+@needs_native
+@pytest.mark.parametrize("length", [1, 7, 16, 33, 70])
+def test_lengths_and_chunks_that_fill_no_vector(length):
+    """Panels are written whole, as wide as the vectors of the machine: a short input must have room for one."""
+    q, k, v = draw(length=length)
+    whole = sq.create("multipole", 16, seed=0)
+    assert torch.allclose(whole(q, k, v, backend="native"), exact_attention(q, k, v), atol=1e-5)
+    small = sq.create("multipole", 16, chunk=5, clusters=2, exact_keys=4, seed=0)
+    assert torch.allclose(small(q, k, v, backend="native"), small(q, k, v, backend="chunked"), atol=1e-5)
+
+
 def test_inspect_refuses_what_the_call_refuses():
     q, k, v = draw(length=70)
     with pytest.raises(ValueError, match="as many queries as keys, got 5 and 70"):

@@ -140,13 +140,17 @@ def convert(
             texts = _documents(distill, tokenizer, exact.config, longest, _BATCH)
             training = to_batches(_without(texts, aside, distill)[:documents], _BATCH, padding)
         step("calibrating and measuring each layer", 1, 5)
-        budget: dict[str, Any] = {} if chosen is not None else {"error": error, "length": length}
+        unfinished = out / "choice.unfinished"
+        budget: dict[str, Any] = {}
+        if chosen is None:
+            budget = {"error": error, "length": length, "resume": unfinished, "progress": step}
         converted, report = hf.convert(
             copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches, **budget
         )
         record: dict[str, Any] = {"model": model, "mechanism": chosen, "layers": report.as_dict(), "machine": machine()}
         print(report)
         write_json(out / "report.json", record)
+        unfinished.unlink(missing_ok=True)
         if not report.converted:
             print(f"no model was written; every number: {out / 'report.json'}", file=sys.stderr)
             return

@@ -159,7 +159,24 @@ def look(
                 masks.clear()
                 run(model, trial.inputs)
                 trials = [*trials[:number], replace(trial, masks=tuple(masks.values())), *trials[number + 1 :]]
+            if not number:
+                reached = {key for key, one in looks.items() if one.calls}
+    for key in reached - _reached(model, ours, trials[0]):
+        one = looks[key]
+        one.obstacle = one.obstacle or "a second call with the same inputs does not reach it: its output is kept"
     return [looks[id(layer.module)].result() for layer in found], list(trials)
+
+
+def _reached(model: nn.Module, ours: Sequence[nn.Module], trial: Trial) -> set[int]:
+    """Which layers a further call reaches: one that keeps what it gave before would go on giving it when converted."""
+    reached: set[int] = set()
+
+    def note(module: nn.Module, _: Any) -> None:
+        reached.add(id(module))
+
+    with evaluating(model), watching(ours, note), watched(model, note):
+        run(model, trial.inputs)
+    return reached
 
 
 class StandIn(Mechanism):

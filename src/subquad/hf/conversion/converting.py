@@ -33,7 +33,7 @@ __all__ = ["convert", "revert"]
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def _batches(calibration: Iterable[Any] | None) -> list[Any]:
+def _batches(calibration: Iterable[Any] | None, model: Any) -> list[Any]:
     if calibration is None:
         return []
     if isinstance(calibration, (Mapping, torch.Tensor, str)):
@@ -42,6 +42,8 @@ def _batches(calibration: Iterable[Any] | None) -> list[Any]:
             f"{type(calibration).__name__}; put it into a list"
         )
     batches = list(calibration)
+    if _is_sentence_encoder(model):
+        batches = [dict(model.tokenize([one])) if isinstance(one, str) else one for one in batches]
     if not batches:
         raise ValueError(
             "calibration is empty: at least one batch is needed, a dict of tensors as the model takes them"
@@ -128,16 +130,19 @@ def convert(
                  better. Without one, the fastest is chosen for every layer and head at which the model's output stays
                  within `error` on batches of `calibration` that are held out for it; it may be that nothing should be
                  converted at that length, which the report then says
-    error:       1 - cosine of the last hidden state, or relative squared error of the logits; where none is named
+    error:       1 - cosine of the last hidden state, or of logits the larger of their relative squared error and three
+                 times the divergence of what they predict; where none is named
     length:      tokens that the choice is made for; None = those of the longest batch
     layers:      numbers or names of the attention layers to convert; None = all that can be
-    calibration: batches as the model takes them (dicts of tensors). Needed by mechanisms with centring or SDERF
-                 features; where given, the report has each layer's error on them
+    calibration: batches as the model takes them (dicts of tensors; texts for a SentenceTransformer). Needed by
+                 mechanisms with centring or SDERF features; where given, the report has each layer's error on them
     check:       try the conversion out first, on the first batch or on one made from the config: with exact attention
                  in the converted path the model must give what it gives. A layer for which it does not stays exact,
                  with the difference in the report, or raises if it was asked for by name
     positions:   "interpolate": let a SentenceTransformer with learned positions encode texts of up to `length` tokens
-    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
+    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike. Where none
+                 is named, of the choice: candidates= to choose from, resume= a file that keeps what was measured until
+                 the choice is made, progress= called with (what, how many are done, of how many)
 
     The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
     `load(folder)` brings it back. Decoders generate with a cache of constant size afterwards. Masks that linear-time
@@ -153,6 +158,32 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+    _check_positions(model, positions, length)
+    given = (mechanism, layers, calibration, error, check, length, options)
+    if positions is None:
+        return _convert(model, *given)
+    from . import sentences
+
+    assert length is not None
+    note = sentences.take_longer_texts(model, length)  # first: what is calibrated with may be as long
+    try:
+        model, report = _convert(model, *given)
+    except BaseException:
+        sentences.take_learned_lengths(model)
+        raise
+    return model, replace(report, notes=(*report.notes, note))
+
+
+def _convert(
+    model: Model,
+    mechanism: Any,
+    layers: Iterable[int | str] | None,
+    calibration: Iterable[Any] | None,
+    error: float,
+    check: bool,
+    length: int | None,
+    options: dict[str, Any],
+) -> tuple[Model, ConversionReport]:
     found = known_layers(model)
     already = [layer for layer in found if mechanism_of(layer.module) is not None]
     if already:
@@ -160,8 +191,7 @@ def convert(
             f"the model is converted already (attention layer {already[0].index} is "
             f"{mechanism_of(already[0].module).name!r}); call subquad.hf.revert(model) first"  # type: ignore[union-attr]
         )
-    _check_positions(model, positions, length)
-    batches = _batches(calibration)
+    batches = _batches(calibration, model)
     own = mechanism == "softmax"  # every layer goes on with its own function: there is nothing to find out
     trials = make_trials(model, batches) if check and not own else []
     if trials:
@@ -205,9 +235,6 @@ def convert(
         from . import sentences
 
         sentences.mark_converted(model)
-        if positions is not None:
-            assert length is not None
-            report = replace(report, notes=(*report.notes, sentences.take_longer_texts(model, length)))
     return model, report
 
 
@@ -307,7 +334,8 @@ def revert(model: Model) -> Model:
         detach(model, layer)
     record_conversion(model, None, {})
     if _is_sentence_encoder(model):
-        from .sentences import mark_exact
+        from .sentences import mark_exact, take_learned_lengths
 
+        take_learned_lengths(model)
         mark_exact(model)
     return model

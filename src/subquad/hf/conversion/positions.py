@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InterpolatedEmbedding", "interpolate_positions"]
+__all__ = ["InterpolatedEmbedding", "interpolate_positions", "take_learned_positions"]
 
 
 class InterpolatedEmbedding(nn.Embedding):
@@ -24,6 +24,9 @@ class InterpolatedEmbedding(nn.Embedding):
     >>> table(torch.tensor([0.5, 2.0])).flatten().tolist(), table(torch.tensor([1])).flatten().tolist()
     ([5.0, 20.0], [10.0])
     """
+
+    # Tokens that were taken before; None where the model was loaded as it is.
+    former_length: int | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Places (...,) -> (..., dim)."""
@@ -64,4 +67,13 @@ def interpolate_positions(model: nn.Module, length: int) -> InterpolatedEmbeddin
     model.config.subquad_positions = length  # type: ignore[union-attr]
     table = found[0]
     assert isinstance(table, InterpolatedEmbedding)
+    return table
+
+
+def take_learned_positions(model: nn.Module) -> InterpolatedEmbedding | None:
+    """Undo `interpolate_positions`; returns the table, None where there is none."""
+    table = next((m for m in model.modules() if isinstance(m, InterpolatedEmbedding)), None)
+    if table is not None:
+        table.__class__ = nn.Embedding  # type: ignore[assignment]
+        model.config.__dict__.pop("subquad_positions", None)  # type: ignore[union-attr]
     return table

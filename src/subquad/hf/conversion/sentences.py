@@ -12,9 +12,16 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
-from .positions import InterpolatedEmbedding, interpolate_positions
+from .positions import InterpolatedEmbedding, interpolate_positions, take_learned_positions
 
-__all__ = ["ConvertedTransformer", "is_transformer", "mark_converted", "mark_exact", "take_longer_texts"]
+__all__ = [
+    "ConvertedTransformer",
+    "is_transformer",
+    "mark_converted",
+    "mark_exact",
+    "take_learned_lengths",
+    "take_longer_texts",
+]
 
 
 class ConvertedTransformer(Transformer):
@@ -64,8 +71,19 @@ def take_longer_texts(model: Any, length: int) -> str:
     for module in model.modules():
         if isinstance(module, Transformer):
             table = interpolate_positions(module.model, length)
+            table.former_length = module.max_seq_length
             module.max_seq_length = length
     if table is None:
         raise ValueError("positions='interpolate': no sentence-transformers module with a transformers model was found")
     model.max_seq_length = length
+    mark_converted(model)
     return f"texts of up to {length} tokens are taken; beyond {table.num_embeddings}, positions are interpolated"
+
+
+def take_learned_lengths(model: Any) -> None:
+    """Undo `take_longer_texts`, if it was done."""
+    for module in model.modules():
+        table = take_learned_positions(module.model) if isinstance(module, Transformer) else None
+        if table is not None:
+            module.max_seq_length = model.max_seq_length = table.former_length or table.num_embeddings
+    mark_exact(model)

@@ -33,7 +33,7 @@ TOKENS = " of tokens"
 @dataclass(frozen=True)
 class Trial:
     """One way of running a model: its inputs, in how many tokens at a time where it goes through the cache ((0,): as
-    `generate` does), and masks (B, L) of the tokens that it made of its inputs."""
+    `generate` does; (-1,): all at once), and masks (B, L) of the tokens that it made of its inputs."""
 
     name: str
     inputs: Any
@@ -173,12 +173,20 @@ def _through_cache(model: nn.Module, batch: Mapping[str, Any]) -> list[Trial]:
         return []
     length = tokens.shape[1]
     steps = (length - 4, 1, 2, 1) if length >= 6 else (length - 1, 1)
-    for trial in (Trial("a cache", batch, steps), Trial("generation", batch, (0,))):
+    text = {name: x for name, x in batch.items() if name in _TEXT}
+    ways = [
+        ("a cache", batch, steps),
+        ("generation", batch, (0,)),
+        ("generation", text, (0,)),
+        ("a cache", batch, (-1,)),
+    ]
+    for trial in (Trial(*way) for way in ways):
         try:
-            if run_trial(model, trial):
-                return [trial]
+            found = run_trial(model, trial)
         except Exception:
             continue  # not a way of this model
+        if found and all(bool((x != x.flatten()[0]).any()) for x in found.values()):  # else it tells nothing apart
+            return [trial]
     return []
 
 
@@ -222,6 +230,8 @@ def run_trial(model: nn.Module, trial: Trial) -> dict[str, Tensor]:
             return dict(_real(name, x, (mask, *trial.masks)) for name, x in _tensors(run(model, trial.inputs)))
         if trial.steps == (0,):
             return _by_generating(model, trial)
+        if trial.steps == (-1,):
+            return dict(_tensors(run(model, {**trial.inputs, "use_cache": True})))
         return _in_steps(model, trial, mask)
 
 
@@ -254,8 +264,8 @@ def _in_steps(model: nn.Module, trial: Trial, mask: Any) -> dict[str, Tensor]:
 
 def _by_generating(model: Any, trial: Trial) -> dict[str, Tensor]:
     device = next(model.parameters()).device
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    inputs = {name: trial.inputs[name].to(device) for name in names if trial.inputs.get(name) is not None}
+    given = {name: x for name, x in trial.inputs.items() if x is not None and name not in ("labels", "position_ids")}
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
     options = {"do_sample": False, "num_beams": 1, "max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True}
     out = model.generate(**inputs, **options, return_dict_in_generate=True)
     return {f"step {number} logits": x for number, x in enumerate(out.logits)}

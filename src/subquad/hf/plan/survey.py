@@ -20,6 +20,7 @@ from ..conversion.capturing import LayerSample, capture
 from ..conversion.layers import AttentionLayer, known_layers
 from ..conversion.output_projections import output_weight
 from .candidates import default_candidates, seeded, with_causal_form
+from .kept import Kept
 from .statistics import LayerStatistics, gather
 
 __all__ = ["LayerTable", "Survey", "drawn_matrix", "in_two", "survey_layers"]
@@ -118,10 +119,13 @@ def survey_layers(
     balance: bool = True,
     draws: int = 1,
     seed: int = 0,
+    kept: Kept | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Survey:
     """Run every candidate on what the layers of `model` see; see `plan_layers` for the arguments.
 
     found: the layers as they are known, `known_layers(model)` unless given
+    kept:  where the errors of each layer are kept
     """
     lengths = sorted({length, *lengths})
     wanted = None if layers is None else list(layers)
@@ -140,7 +144,7 @@ def survey_layers(
     for layer in known_layers(model) if found is None else found:
         if layer.index not in seen or layer.obstacle:
             continue
-        q, k, v, _ = next(seen[layer.index][0].calls())
+        q, k, *_ = next(seen[layer.index][0].calls())
         shape = (q.shape[-1], q.shape[1], k.shape[1])
         cross, causal = seen[layer.index][0].cross, seen[layer.index][0].is_causal
         choices = [dict(c) for c in candidates] if candidates is not None else default_candidates(cross=cross)
@@ -149,18 +153,22 @@ def survey_layers(
         if cross:
             choices = [c for c in choices if c["mechanism"] not in ("local", "hybrid")]
         shapes[layer.index] = shape
-        one = _Layer(layer, seen[layer.index], output_weight(model, layer, q.shape[1], v.shape[-1]))
-        rows_of_errors = []
-        for number, choice in enumerate(choices):
-            row, matrix = _best_draws(one, choice, shape, statistics[layer.index], balance, seed, draws)
-            rows_of_errors.append(row)
-            if matrix is not None:
-                matrices[layer.index, number] = matrix
+        if progress is not None:
+            progress(f"layer {layer.index}: {len(choices)} candidates", len(tables), len(seen))
+
+        def measure(layer: AttentionLayer = layer, shape: Any = shape, choices: Any = choices) -> dict[str, Any]:
+            samples = seen[layer.index]
+            one = _Layer(layer, samples, output_weight(model, layer, shape[1], samples[0].v[0].shape[-1]))
+            rows = [_best_draws(one, c, shape, statistics[layer.index], balance, seed, draws) for c in choices]
+            uniform = math.sqrt(float(one.errors(_uniform, shape[2]).sum()))
+            return {"errors": torch.stack([r[0] for r in rows]), "matrices": [r[1] for r in rows], "uniform": uniform}
+
+        result = measure() if kept is None else kept.get(f"errors of layer {layer.index}", measure)
+        matrices |= {(layer.index, n): x for n, x in enumerate(result["matrices"]) if x is not None}
         if (shape, causal, cross) not in costs:
             costs[shape, causal, cross] = _times(choices, shape, causal, lengths)
-        uniform = math.sqrt(float(one.errors(_uniform, shape[2]).sum()))
         tables[layer.index] = LayerTable(
-            layer, choices, torch.stack(rows_of_errors), *costs[shape, causal, cross], uniform
+            layer, choices, result["errors"], *costs[shape, causal, cross], result["uniform"]
         )
     if not tables:
         raise ValueError("no attention layer of the model was reached by the batches; nothing can be planned")
