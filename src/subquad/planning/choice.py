@@ -25,7 +25,7 @@ from ..features.calibration import Calibration, calibrations
 from ..features.random import ExponentialFeatures
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
-from .answer import Choice, Plan
+from .answer import WORTH, Choice, Plan
 from .baselines import uniform_error
 from .candidates import Ladder, ladders, least_tokens, made, with_seed
 from .cost import attention_costs
@@ -232,13 +232,22 @@ class _Study:
         return replace(choice, error=error, low=error * max(0.0, 1 - 2 * min(deviation, 1.0)), high=high)
 
 
-def _timed(choices: list[Choice], study: _Study, heads: int, length: int, is_causal: bool) -> list[Choice]:
-    """Those choices with their times, measured together."""
+def timed(judged: Plan) -> Plan:
+    """A plan with the times of what meets its target, measured together or read from the table, and in their order."""
+    target = min(judged.target_error, judged.uniform)
+    good = [choice for choice in judged.choices if choice.mechanism != "softmax" and choice.meets(target)]
+    rest = [choice for choice in judged.choices if choice.mechanism != "softmax" and not choice.meets(target)]
+    form: dict[str, Any] = {"heads": judged.heads, "is_causal": judged.is_causal}
     mechanisms = [
-        choice.create(study.q.shape[-1], heads, **with_seed(choice.mechanism, choice.options, 0)) for choice in choices
+        choice.create(judged.head_dim, judged.heads, **with_seed(choice.mechanism, choice.options, 0))
+        for choice in [*good, judged.exact]
     ]
-    costs = attention_costs(mechanisms, heads=heads, is_causal=is_causal)
-    return [replace(choice, time=cost.at(length)) for choice, cost in zip(choices, costs, strict=True)]
+    costs = attention_costs(mechanisms, **form)
+    *good, exact = (
+        replace(choice, time=cost.at(judged.length)) for choice, cost in zip([*good, judged.exact], costs, strict=True)
+    )
+    order = sorted([*good, exact], key=lambda choice: choice.seconds / (WORTH if choice is exact else 1.0))
+    return replace(judged, choices=(*order, *sorted(rest, key=lambda choice: choice.error)), exact=exact)
 
 
 def plan(
@@ -276,6 +285,37 @@ def plan(
     ('taylor', True)
     """
     began = time.perf_counter()
+    found = judged(
+        *(q, k, v),
+        target_error=target_error,
+        length=length,
+        is_causal=is_causal,
+        scale=scale,
+        key_mask=key_mask,
+        mechanisms=mechanisms,
+        time_budget=time_budget,
+        seed=seed,
+        told=on_step or (lambda *_: None),
+    )
+    return replace(timed(found), seconds=time.perf_counter() - began)
+
+
+def judged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    target_error: float,
+    length: int | None,
+    is_causal: bool,
+    scale: float | None,
+    key_mask: Tensor | None = None,
+    mechanisms: Iterable[str | Mechanism] | None = None,
+    time_budget: float | None = None,
+    seed: int = 0,
+    told: Callable[[str, int, int], None] = lambda *_: None,
+) -> Plan:
+    """A plan without times: the errors of all candidates, in no order."""
     check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
     for argument, value in (("target_error", target_error), ("time_budget", time_budget)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -286,7 +326,6 @@ def plan(
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
         mechanisms = list(mechanisms)
     rows = ladders(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
-    heads = q.shape[1]
     fixed = any(ladder.given is not None and ladder.given.heads is not None for ladder in rows)
     study = _Study(
         *fewer_heads(q, k, v, length=length, keep_all=fixed),
@@ -297,7 +336,6 @@ def plan(
         scale=scale,
         key_mask=None if key_mask is None else key_mask.cpu(),
     )
-    told = on_step or (lambda *_: None)
     steps = len(rows) + 1
     tokens, some = study.piece.tokens, study.q.shape[1]
     told(f"measuring on {tokens} tokens of {some} heads, about {_expected(study, rows):.0f} s", 0, steps)
@@ -307,16 +345,14 @@ def plan(
         if found is not None:
             choices.append(found)
         told(ladder.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
-    good = [choice for choice in choices if choice.meets(study.target)]
-    rest = [choice for choice in choices if not choice.meets(study.target)]
-    *good, exact = _timed([*good, Choice("softmax", {})], study, heads, length, is_causal)
-    told("times", steps, steps)
+    told("timing what meets the target", steps, steps)
     return Plan(
-        choices=tuple(sorted([*good, exact], key=lambda c: c.seconds)) + tuple(sorted(rest, key=lambda c: c.error)),
-        exact=exact,
+        choices=tuple(choices),
+        exact=Choice("softmax", {}),
         target_error=target_error,
         length=length,
-        heads=heads,
+        heads=q.shape[1],
+        head_dim=q.shape[-1],
         time_budget=time_budget,
         is_causal=is_causal,
         uniform=study.uniform,
@@ -325,7 +361,6 @@ def plan(
         heads_measured=some,
         rows=study.piece.count.shape[2],
         stretches=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
-        seconds=time.perf_counter() - began,
     )
 
 
