@@ -43,9 +43,9 @@ from subquad.lab import interleave, machine, write_json
 from subquad.planning.answer import Choice, Plan
 from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, ladders, made, with_seed
-from subquad.planning.choice import judged, timed
 from subquad.planning.cost import attention_costs
 from subquad.planning.piece import Piece
+from subquad.planning.planner import judged, timed
 from subquad.planning.prediction import draws_something
 
 TARGET, FRACTION = 0.05, 10

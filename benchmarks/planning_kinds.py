@@ -9,6 +9,8 @@ import torch
 from conversion_data import extended
 from torch import Tensor
 
+from subquad.planning.piece import evenly
+
 Pair = tuple[Tensor, Tensor]
 Sample = tuple[Tensor, Tensor, Tensor | None]  # q, k and, where outputs are judged, v
 # standard normal q, k, what belongs to the kind, what is new in every sample -> q, k
@@ -116,11 +118,6 @@ def student(q: Tensor, k: Tensor, own: torch.Generator, new: torch.Generator) ->
     return one(q), one(k)
 
 
-def signs(q: Tensor, k: Tensor, own: torch.Generator, new: torch.Generator) -> Pair:
-    """Entries +-0.5."""
-    return 0.5 * q.sign(), 0.5 * k.sign()
-
-
 def few_entries(q: Tensor, k: Tensor, own: torch.Generator, new: torch.Generator) -> Pair:
     """Nine entries in ten are 0; those of queries and keys meet by chance."""
     return tuple(1.5 * x * (torch.rand(x.shape, generator=new) < 0.1) for x in (q, k))  # type: ignore[return-value]
@@ -197,11 +194,9 @@ LAWS: dict[str, Kind] = {
     "outliers": Kind(outliers),
     "drifting": Kind(drifting),
     "laplace": Kind(laplace),
-    "causal laplace": Kind(laplace, is_causal=True),
     "8k spectrum 0.8, scores 1.2": Kind(spectrum(0.8, 1.2), length=8192),
     "D16 5 directions, scores 1.1": Kind(rank(5, 1.1), 16),
     "Student": Kind(student),
-    "signs": Kind(signs),
     "few entries": Kind(few_entries),
     "two tempers": Kind(two_tempers),
     "loud keys": Kind(loud_keys),
@@ -219,6 +214,7 @@ LAWS: dict[str, Kind] = {
 # -- captured from models ---------------------------------------------------------------------------------------------
 
 MOST_TOKENS = 4096  # of one input: four sequences of 1024 tokens
+MOST_HEADS = 4
 PARTS = 3  # of the text: a sample, and two fresh inputs
 
 
@@ -244,9 +240,17 @@ def _tokens(folder: Path, text: Path) -> list[int]:
     return list(tokenizer(words, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])
 
 
-def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layers: int = 6) -> dict[str, Kind]:
-    """Layers of the model in `folder`, evenly: the sample from the first third of the text, fresh from the rest.
-    Learned positions are interpolated where `longest` is more than the model knows."""
+def some_heads(q: Tensor, k: Tensor, v: Tensor) -> Sample:
+    """Four query heads in whole groups."""
+    group = q.shape[1] // k.shape[1]
+    kept = evenly(k.shape[1], max(1, MOST_HEADS // group))
+    queries = (kept.unsqueeze(1) * group + torch.arange(group)).flatten()
+    return q[:, queries], k[:, kept], v[:, kept]
+
+
+def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layers: int = 4) -> dict[str, Kind]:
+    """Four heads of layers of the model in `folder`, evenly: the sample from the first third of the text, fresh from
+    the rest. Learned positions are interpolated where `longest` is more than the model knows."""
     from transformers import AutoModel
 
     from subquad.hf import capture
@@ -266,7 +270,7 @@ def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layer
     every = [sample for sample in capture(model, batches) if len(sample)]
     kept = sorted({round(i * (len(every) - 1) / max(1, most_layers - 1)) for i in range(most_layers)})
     for sample in (every[i] for i in kept):
-        inputs = tuple((q.float(), k.float(), v.float()) for q, k, v, _ in sample.calls())
+        inputs = tuple(some_heads(q.float(), k.float(), v.float()) for q, k, v, _ in sample.calls())
         q, k, _ = inputs[0]
         kinds[f"{name}, {length} tokens, layer {sample.layer + 1}"] = Captured(
             lambda q, k, own, new: (q, k), q.shape[-1], sample.is_causal, q.shape[2], q.shape[1], k.shape[1],

@@ -20,7 +20,7 @@ import subquad
 from subquad import checks
 from subquad.lab.making import options_for
 from subquad.lab.measure import Timing, interleave, machine
-from subquad.lab.memory import available_memory, peak_memory
+from subquad.lab.peak_memory import available_memory, peak_memory
 from subquad.lab.peers import Peer, installed_peers
 from subquad.plain_text import first_line
 from subquad.planning.baselines import uniform_attention

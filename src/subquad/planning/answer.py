@@ -92,6 +92,11 @@ class Choice:
         return self.error <= target and self.high <= SLACK * target
 
     @property
+    def unjudged(self) -> bool:
+        """Whether the tokens measured were too few to say anything of the length."""
+        return self.high == math.inf and math.isfinite(self.error) and not self.slow and self.tokens > 0
+
+    @property
     def seconds(self) -> float:
         """Of `time`; infinite where it was not measured."""
         return math.inf if self.time is None else self.time.seconds
@@ -167,7 +172,11 @@ class Plan:
     def _gain(self, choice: Choice) -> str:
         gain = self.exact.seconds / choice.seconds
         about = "about " if self.length > cost.LENGTHS[-1] else ""
-        return f"{about}{gain:.1f}x faster than softmax" if gain >= WORTH else "no faster than softmax"
+        return (
+            f"{about}{gain:.{1 if gain < 100 else 0}f}x faster than softmax"
+            if gain >= WORTH
+            else "no faster than softmax"
+        )
 
     @property
     def verdict(self) -> str:
@@ -187,12 +196,14 @@ class Plan:
             return f"softmax: there was nothing else to choose from; {exact} at {self.length} tokens"
         if self.time_budget is not None and any(math.isfinite(choice.seconds) for choice in others):
             why = f"what meets the target takes longer than the budget of {self.time_budget:.3g} s"
+        elif unknown := [choice for choice in others if choice.unjudged and choice.error <= self.target_error]:
+            why = f"{unknown[0].label} may, but {self.tokens} tokens are too few to see how its error grows"
         else:
             nearest = min(others, key=lambda choice: max(choice.error, choice.high))
             why = f"the nearest, {nearest.label}, has {nearest.error:.2g} (at most {nearest.high:.2g})"
         return (
-            f"softmax: no approximation reaches error {self.target_error:g} at {self.length} tokens; {why}, the mean "
-            f"of all values {self.uniform:.2g}"
+            f"softmax: no approximation reaches error {self.target_error:g} at {self.length} tokens; {why}; the mean "
+            f"of all values has {self.uniform:.2g}"
         )
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from subquad.lab.memory import available_memory
+from subquad.lab.peak_memory import available_memory
 from subquad.plain_text import first_line
 
 from .notebook import Notebook

@@ -9,7 +9,7 @@ from typing import Any
 
 import subquad
 from subquad import checks
-from subquad.lab.memory import NO_ATTENTION
+from subquad.lab.peak_memory import NO_ATTENTION
 
 __all__ = ["NO_ATTENTION", "Settings", "full", "quick"]
 

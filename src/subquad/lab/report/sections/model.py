@@ -21,8 +21,8 @@ from subquad.lab.captured import captured_inputs, origin
 from subquad.mechanisms import MECHANISMS, create
 from subquad.plain_text import first_line
 from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF, calibrated
-from subquad.planning.choice import plan
 from subquad.planning.piece import Piece
+from subquad.planning.planner import plan
 
 from ..figure import Figure, Line
 from ..notebook import Notebook

@@ -13,7 +13,7 @@ from subquad.files import replacing
 from .figure import Figure, Line
 from .style import style_of
 
-__all__ = ["draw_pictures"]
+__all__ = ["write_figures"]
 
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-down": "v", "star": "*",
             "pentagon": "p", "hexagon": "h", "x": "x", "line-ew": ""}  # fmt: skip
@@ -58,7 +58,7 @@ def _panels(figure: Figure) -> list[tuple[str, dict[str, str]]]:
     return [(words, {**figure.start, first.name: value}) for value, words in first.options[:MOST_PANELS]]
 
 
-def draw_pictures(figures: Sequence[Figure], folder: Path) -> list[str]:
+def write_figures(figures: Sequence[Figure], folder: Path) -> list[str]:
     """Write each figure that has a line as NAME.png and NAME.svg; returns the names."""
     # Not pyplot: it keeps a global list of figures and looks for a screen.
     from matplotlib import rc_context

@@ -119,7 +119,7 @@ def peak_memory(
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "subquad.lab.memory", json.dumps(job)],
+            [sys.executable, "-m", "subquad.lab.peak_memory", json.dumps(job)],
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -143,7 +143,7 @@ def peak_memories(jobs: Sequence[Mapping[str, Any]], *, timeout: float = 600.0) 
     if sys.platform != "linux":
         return [peak_memory(**job, timeout=timeout) for job in jobs]
     full = [{**_DEFAULTS, **job} for job in jobs]
-    command = [sys.executable, "-m", "subquad.lab.memory", json.dumps(full)]
+    command = [sys.executable, "-m", "subquad.lab.peak_memory", json.dumps(full)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
         out, status = done.stdout, f"ended with status {done.returncode}"
