@@ -27,7 +27,7 @@ def report(
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the folder's JSON file already holds.")] = False,
     seconds: Annotated[
         float | None,
-        typer.Option(help="For all measurements; 154 if absent, 30 with --quick, 900 with --full."),
+        typer.Option(help="For all measurements; 162 if absent, 30 with --quick, 900 with --full."),
     ] = None,
     model: Annotated[
         Path | None,

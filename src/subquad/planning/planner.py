@@ -200,10 +200,16 @@ class _Study:
             whole = sum(runs) / len(runs)
             if random and short > 0:
                 choice = replace(choice, any_draw=whole * mean / short)
-        deviation = where.deviation(own)
+        stretch, deviation = where.tokens, where.deviation(own)
         if self.length > self.piece.tokens and short <= ROUNDING and not isinstance(first, Kernelised):
-            deviation = math.inf  # its windows or chunks hold a whole stretch: that says nothing of more tokens
-        found = self._at_length(replace(choice, tokens=self.piece.tokens), short, flattered * whole, deviation)
+            # Its windows or chunks hold a whole stretch, which says nothing of more tokens; halves may.
+            halves = self.piece.folded(2)
+            own = torch.zeros(0) if halves is None else halves.by_stretch(halves.squares(first))
+            short = math.inf if halves is None else float(own.sum()) / halves.norm
+            stretch = self.piece.tokens // 2
+            deviation = math.inf if halves is None or short <= ROUNDING else halves.deviation(own)
+        choice = replace(choice, tokens=self.piece.tokens, measured=flattered * whole)
+        found = self._at_length(choice, short, stretch, deviation)
         if found.meets(self.target):
             self.fastest = min(self.fastest, took)
         return found
@@ -219,13 +225,12 @@ class _Study:
         others = (total.unsqueeze(-1) - each).nan_to_num(nan=math.inf)
         return max(1.0, float(each.gather(0, others.argmin(0, keepdim=True)).sum()) / least)
 
-    def _at_length(self, choice: Choice, short: float, error: float, deviation: float) -> Choice:
-        """The error carried on to the length with its growth from the stretches to the whole, never below 1. The
+    def _at_length(self, choice: Choice, short: float, stretch: int, deviation: float) -> Choice:
+        """The error carried on to the length with its growth from `short` on a stretch to the whole, never below 1. The
         interval: stretches differ, and so may the growth, by half of that per factor of it."""
-        tokens = self.piece.tokens
-        choice = replace(choice, measured=error)
+        tokens, error = self.piece.tokens, choice.measured
         if self.length > tokens and self.folded is not None and self.q.shape[2] == self.k.shape[2]:
-            steps = math.log(self.length / tokens) / math.log(tokens / self.folded.tokens)
+            steps = math.log(self.length / tokens) / math.log(tokens / stretch)
             offset = 1e-3 * self.target  # keeps two errors that are both nothing from making a factor
             growth = max(1.0, (error + offset) / (short + offset))
             error, deviation = error * growth**steps, deviation * math.hypot(1.0, steps / 2)

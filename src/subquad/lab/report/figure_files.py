@@ -30,10 +30,11 @@ def _curve(axes: Any, line: Line, points: bool) -> Any:
     style = style_of(line.key)
     marker = style["symbol"].removesuffix("-open")
     hollow = style["symbol"].endswith("-open")
+    dash = "dash" if line.flat and style["dash"] == "solid" else style["dash"]
     y = [math.nan if value is None else value for value in line.y]
     (drawn,) = axes.plot(
         line.x, y, label=line.label, color=style["light"], lw=0 if points else 2.2 if line.key == "softmax" else 1.4,
-        ls=_DASHES[style["dash"]], marker="" if line.flat else _MARKERS.get(marker, "o"), ms=6 if points else 3.6,
+        ls=_DASHES[dash], marker="" if line.flat else _MARKERS.get(marker, "o"), ms=6 if points else 3.6,
         mfc="none" if hollow else style["light"],
     )  # fmt: skip
     return drawn

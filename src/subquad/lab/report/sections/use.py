@@ -77,7 +77,7 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
             "draws": settings.recommend_draws, "candidates": labels,
         }  # fmt: skip
         memory = speed.attention_bytes(settings, settings.recommend_tokens)
-        quiet = 0.2 + 0.012 * len(labels) * settings.recommend_tokens / 1024 * (1 + settings.recommend_draws)
+        quiet = 0.2 + 0.005 * len(labels) * settings.recommend_tokens / 1024 * (1 + settings.recommend_draws)
         found.append(Job(f"errors, {words}", asked, run, quiet, FIRST, memory, first=True, cells=len(labels)))
     return found
 
