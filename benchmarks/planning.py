@@ -45,7 +45,7 @@ from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, ladders, made, with_seed
 from subquad.planning.cost import attention_costs
 from subquad.planning.piece import Piece
-from subquad.planning.planner import judged, timed
+from subquad.planning.planner import timed
 from subquad.planning.prediction import draws_something
 
 TARGET, FRACTION = 0.05, 10
@@ -134,9 +134,9 @@ def errors_of(kind: Kind) -> dict[str, Any]:
     form: dict[str, Any] = {"is_causal": kind.is_causal, "scale": kind.scale}
     uniform = uniform_error(Piece(*sample, tokens=kind.length, most_scores=MOST_SCORES, **form))
     targets = (TARGET, uniform / FRACTION)
-    plans = [judged(*sample, target_error=target, length=kind.length, **form) for target in targets]
+    plans = [sq.plan(*sample, target_error=target, length=kind.length, times=False, **form) for target in targets]
     longer = [n for n in LENGTHS if n != kind.length]
-    others = [judged(*sample, target_error=TARGET, length=n, **form) for n in longer]
+    others = [sq.plan(*sample, target_error=TARGET, length=n, times=False, **form) for n in longer]
     errors = Errors(kind, sample)
     met = errors.cheapest(targets)
     rows = []

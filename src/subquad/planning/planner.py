@@ -33,7 +33,7 @@ from .cost import attention_costs, clock
 from .piece import Piece, check_inputs, evenly
 from .prediction import draws_something
 
-__all__ = ["plan"]
+__all__ = ["plan", "timed"]
 
 DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
 FAR = 2.0  # times the target: of the dearest setting, that the others will not do
@@ -241,22 +241,22 @@ class _Study:
         return replace(choice, error=error, low=error * max(0.0, 1 - 2 * min(deviation, 1.0)), high=high)
 
 
-def timed(judged: Plan) -> Plan:
+def timed(plan: Plan) -> Plan:
     """A plan with the times of what meets its target, measured together or read from the table, and in their order."""
-    target = min(judged.target_error, judged.uniform)
-    good = [choice for choice in judged.choices if choice.mechanism != "softmax" and choice.meets(target)]
-    rest = [choice for choice in judged.choices if choice.mechanism != "softmax" and not choice.meets(target)]
-    form: dict[str, Any] = {"heads": judged.heads, "is_causal": judged.is_causal}
+    target = min(plan.target_error, plan.uniform)
+    good = [choice for choice in plan.choices if choice.mechanism != "softmax" and choice.meets(target)]
+    rest = [choice for choice in plan.choices if choice.mechanism != "softmax" and not choice.meets(target)]
+    form: dict[str, Any] = {"heads": plan.heads, "is_causal": plan.is_causal}
     mechanisms = [
-        choice.create(judged.head_dim, judged.heads, **with_seed(choice.mechanism, choice.options, 0))
-        for choice in [*good, judged.exact]
+        choice.create(plan.head_dim, plan.heads, **with_seed(choice.mechanism, choice.options, 0))
+        for choice in [*good, plan.exact]
     ]
     costs = attention_costs(mechanisms, **form)
     *good, exact = (
-        replace(choice, time=cost.at(judged.length)) for choice, cost in zip([*good, judged.exact], costs, strict=True)
+        replace(choice, time=cost.at(plan.length)) for choice, cost in zip([*good, plan.exact], costs, strict=True)
     )
     order = sorted([*good, exact], key=lambda choice: choice.seconds / (WORTH if choice is exact else 1.0))
-    return replace(judged, choices=(*order, *sorted(rest, key=lambda choice: choice.error)), exact=exact)
+    return replace(plan, choices=(*order, *sorted(rest, key=lambda choice: choice.error)), exact=exact)
 
 
 def plan(
@@ -272,6 +272,7 @@ def plan(
     mechanisms: Iterable[str | Mechanism] | None = None,
     time_budget: float | None = None,
     seed: int = 0,
+    times: bool = True,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Which mechanism to use for q (B, Hq, L, D), k (B, H, S, D) so that the error stays below `target_error`.
@@ -282,6 +283,7 @@ def plan(
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
     seed:         of everything that is drawn; the draws to choose from have this seed and those after it
+    times:        False: errors alone, with the choices in no order; `planning.planner.timed` adds them
     on_step:      called with what was just judged, how many steps are done and how many there will be; first with how
                   long it will take
 
@@ -294,37 +296,6 @@ def plan(
     ('taylor', True)
     """
     began = time.perf_counter()
-    found = judged(
-        *(q, k, v),
-        target_error=target_error,
-        length=length,
-        is_causal=is_causal,
-        scale=scale,
-        key_mask=key_mask,
-        mechanisms=mechanisms,
-        time_budget=time_budget,
-        seed=seed,
-        told=on_step or (lambda *_: None),
-    )
-    return replace(timed(found), seconds=time.perf_counter() - began)
-
-
-def judged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    *,
-    target_error: float,
-    length: int | None,
-    is_causal: bool,
-    scale: float | None,
-    key_mask: Tensor | None = None,
-    mechanisms: Iterable[str | Mechanism] | None = None,
-    time_budget: float | None = None,
-    seed: int = 0,
-    told: Callable[[str, int, int], None] = lambda *_: None,
-) -> Plan:
-    """A plan without times: the errors of all candidates, in no order."""
     check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
     for argument, value in (("target_error", target_error), ("time_budget", time_budget)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -345,6 +316,7 @@ def judged(
         scale=scale,
         key_mask=None if key_mask is None else key_mask.cpu(),
     )
+    told = on_step or (lambda *_: None)
     steps = len(rows) + 1
     tokens, some = study.piece.tokens, study.q.shape[1]
     told(f"measuring on {tokens} tokens of {some} heads, about {_expected(study, rows):.0f} s", 0, steps)
@@ -354,8 +326,8 @@ def judged(
         if found is not None:
             choices.append(found)
         told(ladder.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
-    told("timing what meets the target", steps, steps)
-    return Plan(
+    told("timing what meets the target" if times else "times are left out", steps, steps)
+    answer = Plan(
         choices=tuple(choices),
         exact=Choice("softmax", {}),
         target_error=target_error,
@@ -371,6 +343,7 @@ def judged(
         rows=study.piece.count.shape[2],
         stretches=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
     )
+    return replace(timed(answer) if times else answer, seconds=time.perf_counter() - began)
 
 
 def _expected(study: _Study, rows: list[Ladder]) -> float:
