@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 import subquad as sq
 from subquad.hf.plan.candidates import default_candidates
 from subquad.hf.plan.layer_plan import LayerPlan, plan_layers
-from subquad.lab.quality import figure
+from subquad.lab.quality import score
 
 __all__ = ["antibodies", "reactions", "stories"]
 
@@ -43,7 +43,7 @@ def stories(study: Study, arguments: argparse.Namespace) -> None:
     study.begin("stories", f"perplexity; mean length {mean:.0f}, window {window} + {sinks} sinks, M <= 64")
 
     def measure() -> float:
-        return figure("perplexity", model, unseen)
+        return score("perplexity", model, unseen)
 
     exact = measure()
     study.row("exact", perplexity=exact)
@@ -63,13 +63,13 @@ def stories(study: Study, arguments: argparse.Namespace) -> None:
     }
     for name, choice in choices.items():
         student, _ = sq.hf.convert(copy.deepcopy(model), choice)
-        found = figure("perplexity", student, unseen)
+        found = score("perplexity", student, unseen)
         study.row(f"{name}, no training", perplexity=found, above_exact=found / exact - 1)
         spent = taught(
             model, student, lessons, steps=0 if choice is only else arguments.steps, lr=3e-3,
             lora_steps=arguments.story_steps, lora_rank=16, lora_lr=2e-4, seconds=60 * arguments.story_minutes,
         )  # fmt: skip
-        found = figure("perplexity", student, unseen)
+        found = score("perplexity", student, unseen)
         study.row(f"{name}, distilled", perplexity=found, above_exact=found / exact - 1, **spent)
 
 
@@ -83,7 +83,7 @@ def antibodies(study: Study, arguments: argparse.Namespace) -> None:
     window = int(mean) // 4 - sinks
 
     def measure() -> float:
-        return figure("perplexity", model, unseen)
+        return score("perplexity", model, unseen)
 
     exact = measure()
     study.row("exact", perplexity=exact)

@@ -1,28 +1,36 @@
-"""Is the plan right? Its first choice against an exhaustive search, on inputs that it was not developed with.
+"""Is the plan right? Its first choice against a search over all candidates, on inputs that it was not developed with.
 
-    python benchmarks/planning.py --json results/planning.json --page docs/planning-results.md \
-        --model MiniLM FOLDER TEXT --model ... FOLDER TOKENS.json
+    python benchmarks/planning.py errors --json results/planning.json \
+        --model MiniLM FOLDER TEXT 4096 --model ... FOLDER TOKENS.json 510
+    python benchmarks/planning.py times --json results/planning.json --page docs/planning-results.md
+    python benchmarks/planning.py before OLD_SRC --json results/planning.json --model ...
 
-`planning_kinds.py` has the inputs: laws, and with `--model` (repeat it) the layers of pretrained models on a text.
-Batch 1 or 2, float32. Targets are set by rule: 0.05, and a tenth of the error of uniform attention. For every kind and
-target the plan is made on one sample, with an empty table of times; then, on two fresh inputs of the same kind, its
-first choice, created with the seed that it names and calibrated on the sample, must have a mean error of at most 1.2
-times the target and take at most 1.5 times as long as the fastest of all settings that meet it there (softmax
-attention is one of them). That one is found by measuring every setting in the order of their times until one meets the
-target. Times are measured within this run, in turn, once for each shape and form, because they do not depend on the
-data.
+`planning_kinds.py` has the inputs: laws, and with `--model` (repeat it) the layers of pretrained models on a text. For
+every kind and target (0.05, and a tenth of the error of uniform attention) the plan is made on one sample. On two fresh
+inputs of the same kind its first choice, created with the seed that it names and calibrated on the sample, must have a
+mean error of at most 1.2 times the target, and take at most 1.5 times as long as the fastest of all settings that meet
+the target there; softmax attention is one of them.
 
-`softmax` counts how often the answer for a target of 0.05 is softmax attention, at 4096 and at 16384 tokens. A run that
-was interrupted goes on where it stopped: --json names its file.
+errors   everything that does not depend on times, may run beside other work, and goes on where it stopped: the errors
+         that plans find, those of their choices on fresh inputs, and of each row of candidates the cheapest setting
+         that meets the target there. Settings of a row are tried from cheap to dear, which is the order of their times
+times    on a quiet machine, minutes: each setting that came up is timed once for each shape and form, because times
+         depend on them and not on the data (so would not those of `multipole` with `error=`, which is no candidate);
+         plans are ranked with a table of times that starts empty
+before   the planner of other sources on the same inputs: how often its answer is softmax attention, at 4096 and 16384
+         tokens and a target of 0.05
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,57 +40,59 @@ from planning_kinds import LAWS, Kind, Sample, captured_kinds
 import subquad as sq
 from subquad.files import write_text
 from subquad.lab import interleave, machine, write_json
-from subquad.planning.answer import Choice, setting_in_words
+from subquad.planning.answer import Choice, Plan
 from subquad.planning.baselines import uniform_error
-from subquad.planning.candidates import Ladder, calibrated, ladders, made
+from subquad.planning.candidates import calibrated, ladders, made, with_seed
+from subquad.planning.cost import attention_costs
 from subquad.planning.piece import Piece
+from subquad.planning.planner import timed
 from subquad.planning.prediction import draws_something
 
+TARGET, FRACTION = 0.05, 10
 FRESH = (2, 3)  # seeds
 DRAWS = 3
 MOST_SCORES = 1 << 22
-ASKED = {"target": 0.05, "fraction": 10, "fresh": list(FRESH), "draws": DRAWS}
-SOFTMAX = "softmax"
 LENGTHS = (4096, 16384)  # at which softmax answers are counted
+SOFTMAX = Choice("softmax", {})
 
 
-def settings(is_causal: bool) -> dict[str, tuple[Ladder, dict[str, Any]]]:
-    return {
-        setting_in_words(ladder.mechanism, options): (ladder, options)
-        for ladder in ladders(None, is_causal=is_causal, cross=False)
-        for options in ladder.steps
-    }
+# -- plans as plain data ----------------------------------------------------------------------------------------------
 
 
-def times(kind: Kind, runs: int) -> dict[str, float]:
-    """Best time of every setting, and of softmax, from fast to slow."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (kind.length, kind.head_dim)
-    q = 0.5 * torch.randn(1, kind.heads, *shape, generator=generator)
-    k, v = 0.5 * torch.randn(2, 1, kind.kv_heads, *shape, generator=generator)
-    calls: dict[str, Any] = {}
-    for name, attend in [(SOFTMAX, sq.create("softmax", kind.head_dim))] + [
-        (name, calibrated(made(ladder, options, 0, q, k), q, k, None))
-        for name, (ladder, options) in settings(kind.is_causal).items()
-    ]:
-        calls[name] = lambda attend=attend: attend(q, k, v, is_causal=kind.is_causal)
-    with torch.no_grad():
-        found = {name: timing.best for name, timing in interleave(calls, runs=1, warmup=0).items()}
-        # What is far slower than softmax attention is no answer, and needs no second run.
-        near = {name: call for name, call in calls.items() if found[name] <= 2 * found[SOFTMAX]}
-        again = interleave(near, runs=runs, warmup=0)
-    found |= {name: min(timing.best, found[name]) for name, timing in again.items()}
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+def stored(plan: Plan) -> dict[str, Any]:
+    choices = [{name: value for name, value in vars(c).items() if name not in ("given", "time")} for c in plan.choices]
+    for choice in choices:
+        choice |= {name: None for name in ("error", "low", "high", "measured") if not math.isfinite(choice[name])}
+    return {**{name: value for name, value in vars(plan).items() if name != "exact"}, "choices": choices}
+
+
+def restored(data: dict[str, Any]) -> Plan:
+    def choice(plain: dict[str, Any]) -> Choice:
+        plain = plain | {n: math.inf for n in ("error", "low", "high", "measured") if plain[n] is None}
+        return Choice(**plain)
+
+    return Plan(**{**data, "choices": tuple(map(choice, data["choices"]))}, exact=SOFTMAX)
+
+
+def key_of(mechanism: str, options: dict[str, Any]) -> str:
+    return json.dumps([mechanism, options], sort_keys=True)
+
+
+def without_seed(choice: Choice) -> tuple[str, dict[str, Any]]:
+    return choice.mechanism, dict(with_seed(choice.mechanism, choice.options, 0))
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 class Errors:
     """Errors on fresh inputs, each setting measured once."""
 
     def __init__(self, kind: Kind, sample: Sample) -> None:
-        self.sample, self.every = sample, settings(kind.is_causal)
+        self.sample, self.is_causal = sample, kind.is_causal
         form: dict[str, Any] = {"is_causal": kind.is_causal, "scale": kind.scale, "most_scores": MOST_SCORES}
         self.pieces = [Piece(*kind.draw(seed), tokens=kind.length * len(sample[0]), seed=7, **form) for seed in FRESH]
-        self.found: dict[str, float] = {SOFTMAX: 0.0}
+        self.found: dict[str, float] = {}
 
     def of(self, choice: Choice) -> float:
         """The draw that was recommended, as it is; the mean over draws of what is made of the data at hand."""
@@ -91,173 +101,296 @@ class Errors:
         draws = DRAWS if draws_something(attend) and not hasattr(attend, "num_features") else 1
         return statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
 
-    def mean(self, name: str, target: float) -> float:
-        """The mean over draws; one draw where it is far above the target."""
-        if name not in self.found:
+    def mean(self, ladder: Any, options: dict[str, Any], enough: float) -> float:
+        """The mean over draws; one draw where it is far above `enough`."""
+        key = key_of(ladder.mechanism, options)
+        if key not in self.found:
             q, k, _ = self.sample
-            ladder, options = self.every[name]
             attend = calibrated(made(ladder, options, 1000, q, k), q, k, None)
-            first = self.pieces[0].error(attend)
-            if first > 3 * target:
-                return first
-            draws = DRAWS if draws_something(attend) else 1
-            self.found[name] = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
-        return self.found[name]
+            self.found[key] = self.pieces[0].error(attend)
+            if self.found[key] <= 3 * enough:
+                draws = DRAWS if draws_something(attend) else 1
+                self.found[key] = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
+        return self.found[key]
 
-    def fastest(self, target: float, clock: dict[str, float]) -> str:
-        """Of all settings in the order of their times, the first whose mean over draws meets the target."""
-        return next(name for name in clock if self.mean(name, target) <= target)
+    def cheapest(self, targets: Iterable[float]) -> dict[float, list[tuple[str, dict[str, Any]]]]:
+        """For each target, of each row of candidates the cheapest setting that meets it."""
+        met: dict[float, list[tuple[str, dict[str, Any]]]] = {target: [] for target in targets}
+        most = max(met)
+        for ladder in ladders(None, is_causal=self.is_causal, cross=False):
+            if self.mean(ladder, ladder.steps[-1], most) > 3 * most:
+                continue
+            for target, found in met.items():
+                fits = (options for options in ladder.steps if self.mean(ladder, options, most) <= target)
+                first = next(fits, None)
+                if first is not None:
+                    found.append((ladder.mechanism, dict(with_seed(ladder.mechanism, first, 0))))
+        return met
 
 
-def study(name: str, kind: Kind, clock: dict[str, float]) -> dict[str, Any]:
+def errors_of(kind: Kind) -> dict[str, Any]:
     start = time.perf_counter()
     sample = kind.draw(1)
-    errors = Errors(kind, sample)
     form: dict[str, Any] = {"is_causal": kind.is_causal, "scale": kind.scale}
     uniform = uniform_error(Piece(*sample, tokens=kind.length, most_scores=MOST_SCORES, **form))
+    targets = (TARGET, uniform / FRACTION)
+    plans = [sq.plan(*sample, target_error=target, length=kind.length, times=False, **form) for target in targets]
+    longer = [n for n in LENGTHS if n != kind.length]
+    others = [sq.plan(*sample, target_error=TARGET, length=n, times=False, **form) for n in longer]
+    errors = Errors(kind, sample)
+    met = errors.cheapest(targets)
     rows = []
-    for target in (ASKED["target"], uniform / ASKED["fraction"]):
-        began = time.perf_counter()
-        answer = sq.plan(*sample, target_error=target, length=kind.length, **form)
-        seconds = time.perf_counter() - began
-        best = answer.best or answer.exact  # nothing meets the target: the plan names softmax
-        chosen = SOFTMAX if best.mechanism == SOFTMAX else best.label
-        fastest = errors.fastest(target, clock)
-        error = 0.0 if chosen == SOFTMAX else errors.of(best)
-        row = {
-            "target": target, "uniform": uniform, "plan_seconds": seconds, "first": chosen, "verdict": answer.verdict,
-            "fastest": fastest, "said": best.error, "said_high": best.high, "error_over_target": error / target,
-            "time_over_fastest": clock[chosen] / clock[fastest], "softmax_over_first": clock[SOFTMAX] / clock[chosen],
+    for target, plan in zip(targets, plans, strict=True):
+        limit = min(target, plan.uniform)
+        good = [choice for choice in plan.choices if choice.meets(limit)]
+        found = {key_of(choice.mechanism, choice.options): errors.of(choice) for choice in good}
+        rows.append({"plan": stored(plan), "errors": found, "cheapest": met[target]})
+    return {
+        "group": kind.group, "clock": kind.clock, "uniform": uniform, "rows": rows,
+        "others": [stored(plan) for plan in others], "fresh": errors.found, "seconds": time.perf_counter() - start,
+    }  # fmt: skip
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+def good_choices(plan: Plan) -> list[Choice]:
+    return [choice for choice in plan.choices if choice.meets(min(plan.target_error, plan.uniform))]
+
+
+def settings_by_clock(kinds: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, tuple[str, dict[str, Any]]]]:
+    """What must be timed: settings by their names, for each shape and form."""
+    found: dict[tuple[Any, ...], dict[str, tuple[str, dict[str, Any]]]] = {}
+    for kind in kinds:
+        here = found.setdefault(tuple(kind["clock"]), {key_of("softmax", {}): ("softmax", {})})
+        for row in kind["rows"]:
+            chosen = [without_seed(choice) for choice in good_choices(restored(row["plan"]))]
+            here |= {key_of(*setting): tuple(setting) for setting in [*chosen, *row["cheapest"]]}
+    return found
+
+
+def times(clock: tuple[Any, ...], settings: dict[str, tuple[str, dict[str, Any]]], runs: int) -> dict[str, float]:
+    """Best time of every setting, all run in turn."""
+    length, head_dim, is_causal, heads, kv_heads = clock
+    generator = torch.Generator().manual_seed(0)
+    q = 0.5 * torch.randn(1, heads, length, head_dim, generator=generator)
+    k, v = 0.5 * torch.randn(2, 1, kv_heads, length, head_dim, generator=generator)
+    calls: dict[str, Any] = {}
+    for key, (mechanism, options) in settings.items():
+        attend = calibrated(sq.create(mechanism, head_dim, heads, kv_heads, **options), q, k, None)
+        calls[key] = lambda attend=attend: attend(q, k, v, is_causal=is_causal)
+    with torch.no_grad():
+        return {key: timing.best for key, timing in interleave(calls, runs=runs, warmup=1).items()}
+
+
+def warm(kinds: Iterable[dict[str, Any]]) -> None:
+    """Fill the table that plans read their times from, all settings of one shape in turn."""
+    shapes: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for kind in kinds:
+        for data in [*(row["plan"] for row in kind["rows"]), *kind["others"]]:
+            plan = restored(data)
+            here = shapes.setdefault((plan.head_dim, plan.heads, plan.is_causal), {})
+            for choice in [*good_choices(plan), SOFTMAX]:
+                mechanism, options = without_seed(choice)
+                here[key_of(mechanism, options)] = sq.create(mechanism, plan.head_dim, plan.heads, **options)
+    for (_, heads, is_causal), mechanisms in shapes.items():
+        attention_costs(list(mechanisms.values()), heads=heads, is_causal=is_causal)
+
+
+def answers(kind: dict[str, Any], clock: dict[str, float]) -> dict[str, Any]:
+    """What the plans of one kind say with these times, and what was right."""
+    plans = []
+    for row in kind["rows"]:
+        plan = timed(restored(row["plan"]))
+        first = plan.best or plan.exact
+        softmax = first.mechanism == "softmax"
+        fastest = min([*(tuple(s) for s in row["cheapest"]), ("softmax", {})], key=lambda s: clock[key_of(*s)])
+        took, least = clock[key_of(*without_seed(first))], clock[key_of(*fastest)]
+        error = 0.0 if softmax else row["errors"][key_of(first.mechanism, first.options)]
+        found = {
+            "target": plan.target_error, "first": first.label, "verdict": plan.verdict, "said": first.error,
+            "fastest": Choice(*fastest).label, "error_over_target": error / plan.target_error,
+            "time_over_fastest": took / least, "softmax_over_first": clock[key_of("softmax", {})] / took,
         }  # fmt: skip
-        rows.append({**row, "good": row["error_over_target"] <= 1.2 and row["time_over_fastest"] <= 1.5})
-    softmax = {}
-    for length in LENGTHS:
-        answer = sq.plan(*sample, target_error=ASKED["target"], length=length, **form)
-        softmax[str(length)] = answer.best is None or answer.best.mechanism == SOFTMAX
-    record = {"kind": name, "group": kind.group, "length": kind.length, "head_dim": kind.head_dim,
-              "heads": kind.heads, "kv_heads": kind.kv_heads, "is_causal": kind.is_causal}  # fmt: skip
-    return {**record, "plans": rows, "softmax": softmax, "seconds": time.perf_counter() - start}
+        plans.append({**found, "good": found["error_over_target"] <= 1.2 and found["time_over_fastest"] <= 1.5})
+    every = [restored(kind["rows"][0]["plan"]), *(restored(data) for data in kind["others"])]
+    softmax_at = {
+        str(plan.length): plan.best is None or plan.best.mechanism == "softmax"
+        for plan in map(timed, every)
+        if plan.length in LENGTHS
+    }
+    return {"plans": plans, "softmax": softmax_at}
 
 
 # -- what it shows ----------------------------------------------------------------------------------------------------
 
 
-def show(record: dict[str, Any]) -> None:
-    for i, row in enumerate(record["plans"]):
+def show(name: str, plans: list[dict[str, Any]]) -> None:
+    for i, row in enumerate(plans):
         print(
-            f"{record['kind'] if i == 0 else '':41s} {row['target']:8.2g} {row['error_over_target']:6.2f} "
-            f"{row['time_over_fastest']:6.2f} {row['softmax_over_first']:7.1f}x {row['plan_seconds']:5.1f} s "
-            f"{'good' if row['good'] else 'BAD '} {row['first']}"
-            + ("" if row["good"] else f"   [fastest: {row['fastest']}]"),
+            f"{name if i == 0 else '':41s} {row['target']:8.2g} {row['error_over_target']:6.2f} "
+            f"{row['time_over_fastest']:6.2f} {row['softmax_over_first']:7.1f}x {'good' if row['good'] else 'BAD '} "
+            f"{row['first']}" + ("" if row["good"] else f"   [fastest: {row['fastest']}]"),
             flush=True,
         )
 
 
-def summary(kinds: list[dict[str, Any]]) -> str:
-    plans = [row for kind in kinds for row in kind["plans"]]
+def summary(record: dict[str, Any], names: Iterable[str]) -> str:
+    names = list(names)
+    plans = [row for name in names for row in record["answers"][name]["plans"]]
     good = sum(row["good"] for row in plans)
-    counts = ", ".join(f"{sum(kind['softmax'][str(n)] for kind in kinds)} at {n}" for n in LENGTHS)
-    return (
-        f"{good} of {len(plans)} plans good ({good / len(plans):.0%}); the answer for {ASKED['target']} is softmax on "
-        f"{counts} tokens, of {len(kinds)} kinds"
+    counts = ", ".join(f"{sum(record['answers'][name]['softmax'][str(n)] for name in names)} at {n}" for n in LENGTHS)
+    text = (
+        f"{good} of {len(plans)} plans are good ({good / len(plans):.0%}). The answer for {TARGET} is softmax on "
+        f"{counts} tokens, of {len(names)} kinds"
     )
+    known = [name for name in names if name in record.get("before", {})]
+    if known:
+        counts = ", ".join(f"{sum(record['before'][name][str(n)] for name in known)} at {n}" for n in LENGTHS)
+        text += f"; before it was on {counts}, of {len(known)}"
+    return text + "."
 
 
 def page(record: dict[str, Any]) -> str:
     """The results as a page of the documentation."""
-    host = record["machine"]
+    host, kinds = record["machine"], record["kinds"]
+    groups = dict.fromkeys(kind["group"] for kind in kinds.values())
     lines = [
         "# Results of the planner",
         "",
-        "Written by `python benchmarks/planning.py --json results/planning.json --page docs/planning-results.md`, with",
-        "`--model` for every model below; the script says what is measured. A plan is good if, on fresh inputs, its",
-        "first choice has an error of at most 1.2 times the target and takes at most 1.5 times as long as the fastest",
-        "of all settings that meet it there.",
+        "The first choice of `sq.plan` against a search over all its candidates, on laws of queries and keys",
+        "(`benchmarks/planning_kinds.py`) and on layers captured from pretrained models, none of them used to build",
+        "it. A plan is good if, on fresh inputs, its first choice has an error of at most 1.2 times the target and",
+        "takes at most 1.5 times as long as the fastest of all settings that meet it there.",
         "",
-        f"Machine: {host['processor']}, {host['cores']} cores, threads: {host['threads']}, torch {host['torch']},",
-        f"load at the start {host['load_1min']:.1f}." + ("" if record["complete"] else " The run was not complete."),
+        "```sh",
+        "python benchmarks/planning.py errors --json results/planning.json --model NAME FOLDER TEXT LENGTH",
+        "python benchmarks/planning.py times --json results/planning.json --page docs/planning-results.md",
+        "```",
         "",
-        f"All: {summary(record['kinds'])}.",
+        f"Machine: {host['processor']}, {host['cores']} cores, threads: {host['threads']}, torch {host['torch']};",
+        f"load at the start of the timing: {host['load_1min']:.1f}.",
+        "",
+        f"All: {summary(record, kinds)}",
         "",
     ]
-    for group in dict.fromkeys(kind["group"] for kind in record["kinds"]):
-        kinds = [kind for kind in record["kinds"] if kind["group"] == group]
-        lines += [f"## {group[0].upper()}{group[1:]}", "", summary(kinds) + ".", ""]
+    for group in groups:
+        names = [name for name, kind in kinds.items() if kind["group"] == group]
+        lines += [f"## {group[0].upper()}{group[1:]}", "", summary(record, names), ""]
         lines += [
             "| input | target | first choice | error / target | time / fastest | softmax / time |",
             "|---|---|---|---|---|---|",
         ]
-        for kind in kinds:
-            for i, row in enumerate(kind["plans"]):
+        for name in names:
+            for i, row in enumerate(record["answers"][name]["plans"]):
                 first = row["first"] if row["good"] else f"{row['first']} (fastest: {row['fastest']})"
-                shown = " | ".join(
-                    f"{row[name]:.2f}" for name in ("error_over_target", "time_over_fastest", "softmax_over_first")
-                )
-                lines.append(f"| {kind['kind'] if i == 0 else ''} | {row['target']:.2g} | {first} | {shown} |")
+                ratios = ("error_over_target", "time_over_fastest", "softmax_over_first")
+                shown = " | ".join(f"{row[ratio]:.2f}" for ratio in ratios)
+                lines.append(f"| {name if i == 0 else ''} | {row['target']:.2g} | {first} | {shown} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def started(path: str | None) -> list[dict[str, Any]]:
-    """What an interrupted run has left; a complete one is measured again."""
-    try:
-        before = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    except (OSError, ValueError):
-        return []
-    here = {**machine(), "load_1min": None}
-    asked = all(before.get(name) == value for name, value in ASKED.items())
-    same = asked and {**before.get("machine", {}), "load_1min": None} == here
-    return before["kinds"] if same and not before.get("complete") else []
+# -- the planner of other sources -------------------------------------------------------------------------------------
+
+OTHER = """
+import json, sys, torch, subquad
+q, k, v, form, lengths, target = torch.load(sys.argv[1])
+found = {}
+for length in lengths:
+    answer = subquad.plan(q, k, v, target_error=target, length=length, **form)
+    found[str(length)] = answer.best is None or answer.best.mechanism == "softmax"
+print(json.dumps(found))
+"""
+
+
+def softmax_before(kind: Kind, sources: Path, folder: str) -> dict[str, bool]:
+    """Whether another planner answers softmax attention, by length."""
+    path = os.path.join(folder, "sample.pt")
+    form = {"is_causal": kind.is_causal, "scale": kind.scale}
+    torch.save([*kind.draw(1), form, LENGTHS, TARGET], path)
+    environment = {**os.environ, "PYTHONPATH": str(sources.resolve()), "SUBQUAD_CACHE": os.path.join(folder, "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER, path], env=environment, capture_output=True, text=True, check=True
+    )
+    found: dict[str, bool] = json.loads(done.stdout)
+    return found
+
+
+# -- the three parts --------------------------------------------------------------------------------------------------
+
+
+def read(path: str) -> dict[str, Any]:
+    file = Path(path)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"kinds": {}}
+    return found
+
+
+def alternating(every: dict[str, Kind]) -> list[str]:
+    """Groups in turn, so that an interrupted run has some of each."""
+    place: dict[str, int] = {}
+    order = {}
+    for name, kind in every.items():
+        order[name] = place[kind.group] = place.get(kind.group, -1) + 1
+    return sorted(every, key=lambda name: order[name] / (place[every[name].group] + 1))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default=None)
+    parser.add_argument("part", choices=("errors", "times", "before"))
+    parser.add_argument("sources", nargs="?", type=Path, help="of `before`: the folder src of another revision")
+    parser.add_argument("--json", required=True)
     parser.add_argument("--page", default=None, help="write the results as a page of the documentation")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kinds", default=None, help="names separated by ; (default: all)")
     parser.add_argument(
-        "--model", nargs=3, action="append", default=[], metavar=("NAME", "FOLDER", "TEXT"),
+        "--model", nargs=4, action="append", default=[], metavar=("NAME", "FOLDER", "TEXT", "LENGTH"),
         help="adds layers of a pretrained model on a text, or on a JSON list of token numbers",
     )  # fmt: skip
     arguments = parser.parse_args()
-    every = dict(LAWS)
-    for name, folder, text in arguments.model:
-        every |= captured_kinds(name, Path(folder), Path(text))
-    kinds = list(every) if arguments.kinds is None else arguments.kinds.split(";")
-    if unknown := [name for name in kinds if name not in every]:
-        parser.error(f"--kinds: {unknown} not among {list(every)}")
-    record: dict[str, Any] = {"machine": machine(), **ASKED, "complete": False}
-    record["kinds"] = [kind for kind in started(arguments.json) if kind["kind"] in kinds]
-    done = [kind["kind"] for kind in record["kinds"]]
-    clocks: dict[tuple[Any, ...], dict[str, float]] = {}
-
-    def save() -> None:
-        if arguments.json:
+    if (arguments.part == "before") != (arguments.sources is not None):
+        parser.error("before takes the folder src of another revision; errors and times take none")
+    record = read(arguments.json)
+    wanted = None if arguments.kinds is None else arguments.kinds.split(";")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SUBQUAD_CACHE"] = folder  # nothing is known of this machine yet
+        if arguments.part == "times":
+            if not record["kinds"]:
+                parser.error(f"--json {arguments.json}: it has no errors yet; run `errors` first")
+            kinds = {name: kind for name, kind in record["kinds"].items() if wanted is None or name in wanted}
+            host, began = machine(), time.perf_counter()
+            clocks = settings_by_clock(kinds.values())
+            warm(kinds.values())
+            measured = {clock: times(clock, settings, arguments.runs) for clock, settings in clocks.items()}
+            record["answers"] = {}
+            for name, kind in kinds.items():
+                record["answers"][name] = answers(kind, measured[tuple(kind["clock"])])
+                show(name, record["answers"][name]["plans"])
+            record |= {"machine": host, "timing_seconds": time.perf_counter() - began}
             write_json(arguments.json, record)
-        if arguments.page:
-            write_text(arguments.page, page(record))
-
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["SUBQUAD_CACHE"] = folder  # the plan knows nothing of this machine yet
-            for name in kinds:
-                if name in done:
-                    continue
-                kind = every[name]
-                if kind.clock not in clocks:
-                    clocks[kind.clock] = times(kind, arguments.runs)
-                record["kinds"].append(study(name, kind, clocks[kind.clock]))
-                show(record["kinds"][-1])
-                save()
-    except KeyboardInterrupt:
-        print("interrupted: what was measured is kept", file=sys.stderr)
-        return 130
-    record["complete"] = True
-    save()
-    for group in dict.fromkeys(kind["group"] for kind in record["kinds"]):
-        print(f"{group}: {summary([kind for kind in record['kinds'] if kind['group'] == group])}")
-    print(f"all: {summary(record['kinds'])}")
+            done = {**record, "kinds": kinds}
+            for group in dict.fromkeys(kind["group"] for kind in kinds.values()):
+                print(f"{group}: {summary(done, [name for name in kinds if kinds[name]['group'] == group])}")
+            print(f"all: {summary(done, kinds)}")
+            if arguments.page:
+                write_text(arguments.page, page(done))
+            return 0
+        every = dict(LAWS)
+        for name, model, text, length in arguments.model:
+            every |= captured_kinds(name, Path(model), Path(text), int(length))
+        if unknown := [name for name in wanted or [] if name not in every]:
+            parser.error(f"--kinds: {unknown} not among {list(every)}")
+        part = record["kinds"] if arguments.part == "errors" else record.setdefault("before", {})
+        for name in alternating(every):
+            if name in part or (wanted is not None and name not in wanted):
+                continue
+            if arguments.part == "errors":
+                part[name] = errors_of(every[name])
+                print(f"{name}: {part[name]['seconds']:.0f} s", flush=True)
+            else:
+                part[name] = softmax_before(every[name], arguments.sources, folder)
+                print(f"{name}: {part[name]}", flush=True)
+            write_json(arguments.json, record)
     return 0
 
 

@@ -65,19 +65,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", default=None)
     parser.add_argument("--busy", type=int, default=1, help="processes beside the second run")
+    parser.add_argument("--out", type=Path, default=None, help="keep both reports in this folder")
     parser.add_argument("--quick", action="store_true", help="the quick report, to see that this works")
     arguments = parser.parse_args()
     extra = ["--quick"] if arguments.quick else []
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = run(Path(folder) / "quiet", 0, extra)
-        busy = run(Path(folder) / "busy", arguments.busy, extra)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.out or Path(temporary)
+        quiet = run(folder / "quiet", 0, extra)
+        busy = run(folder / "busy", arguments.busy, extra)
     found = compared(quiet, busy)
     for name in ("quiet", "busy"):
         one = found[name]
         print(f"{name}: {one['cells_measured']} of {one['cells_total']} cells in {one['seconds']:.0f} s, {one['load']}")
     for name in ("cells", "recommendation", "same_choice", "ratios_within_1.6"):
         print(f"{name}: {found[name]:.0%}")
-    print(f"worst ratio: {found['worst_ratio']}")
+    print(f"worst ratio: {found['worst_ratio']}; the second page says that the machine was busy: {busy['says_busy']}")
     if arguments.json:
         write_json(arguments.json, {"machine": machine(), **found})
 

@@ -26,7 +26,7 @@ import torch
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
 from subquad.lab.measure import CLOCKS
-from subquad.lab.memory import peak_memory, resident_memory
+from subquad.lab.peak_memory import peak_memory, resident_memory
 
 H, D, M = 8, 64, 256
 MIB = 1 << 20

@@ -19,7 +19,7 @@ import torch
 
 import subquad as sq
 from subquad.lab import machine, write_json
-from subquad.lab.memory import high_water, reset_high_water
+from subquad.lab.peak_memory import high_water, reset_high_water
 
 DIM, HEADS, VOCAB = 768, 12, 256
 MODELS: dict[str, Any] = {

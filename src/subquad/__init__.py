@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     from .state import merge
 
 if TYPE_CHECKING:
-    from .planning.choice import plan
+    from .planning.planner import plan
     from .planning.prediction import predict_error
 
 __all__ = [
@@ -45,7 +45,7 @@ __all__ = [
 # Subpackages that need extras or time to load: imported on first use.
 _SUBPACKAGES = ("hf", "lab", "nn", "parallel")
 # Functions that most programs never call: their modules are imported on first use.
-_LATER = {"plan": "planning.choice", "predict_error": "planning.prediction"}
+_LATER = {"plan": "planning.planner", "predict_error": "planning.prediction"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from subquad.hf.conversion.interface import mechanism_of
 from subquad.hf.conversion.layers import find_layers
 from subquad.hf.plan import automatic, survey
 from subquad.lab.converted import lengthened, memory_of, pays_from, time_models
-from subquad.lab.quality import figure, kind_of, read_documents, to_batches
+from subquad.lab.quality import kind_of, read_documents, score, to_batches
 
 from .zoo import VOCAB, make
 
@@ -123,7 +123,7 @@ def test_distillation_lowers_the_damage(tmp_path: Path, ids: Path) -> None:
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output
     record = json.loads((out / "report.json").read_text())
-    assert record["quality"]["figure"] == "embedding cosine"  # there is no tokenizer to name a mask token
+    assert record["quality"]["score"] == "embedding cosine"  # there is no tokenizer to name a mask token
     assert record["quality"]["exact"] == pytest.approx(1.0, abs=1e-5)
     assert record["quality"]["converted"] < record["quality"]["distilled"] < 1
     assert record["distillation"]["attention_losses"][-1] < record["distillation"]["attention_losses"][0]
@@ -146,7 +146,7 @@ def test_documents_kept_aside_are_used_for_nothing_else(
     from subquad.hf.distillation import distilling as training
     from subquad.lab import quality
 
-    true_convert, true_distill, true_figure = hf.convert, training.distill, quality.figure
+    true_convert, true_distill, true_score = hf.convert, training.distill, quality.score
 
     def converting(*args: Any, calibration: Any = (), **options: Any) -> Any:
         note("calibration", calibration or ())
@@ -158,11 +158,11 @@ def test_documents_kept_aside_are_used_for_nothing_else(
 
     def measuring(kind: str, model: Any, batches: Any, **options: Any) -> float:
         note("figures", batches)
-        return true_figure(kind, model, batches, **options)
+        return true_score(kind, model, batches, **options)
 
     monkeypatch.setattr(hf, "convert", converting)
     monkeypatch.setattr(training, "distill", distilling)
-    monkeypatch.setattr(quality, "figure", measuring)
+    monkeypatch.setattr(quality, "score", measuring)
     ran = invoke(
         saved(tmp_path, "bert"), "--mechanism", "hedgehog", "--calibrate", ids, "--distill", ids, "--steps", 1,
         "--no-speed", "--out", tmp_path / "out",
@@ -235,7 +235,7 @@ def test_perplexity_is_that_of_the_models_own_loss() -> None:
     with torch.no_grad():
         loss = float(model(**batches[0], labels=labels).loss)
     assert kind_of(model, None) == "perplexity"
-    assert figure("perplexity", model, batches) == pytest.approx(math.exp(loss), rel=1e-5)
+    assert score("perplexity", model, batches) == pytest.approx(math.exp(loss), rel=1e-5)
 
 
 def test_masked_accuracy_counts_hidden_tokens_only() -> None:
@@ -250,8 +250,8 @@ def test_masked_accuracy_counts_hidden_tokens_only() -> None:
             logits = torch.nn.functional.one_hot(input_ids, VOCAB).float()
             return type("Out", (), {"logits": logits})
 
-    assert figure("masked accuracy", Copying(), batches, mask_token=4) == 0.0
-    assert 0 <= figure("masked accuracy", model, batches, mask_token=4) <= 1
+    assert score("masked accuracy", Copying(), batches, mask_token=4) == 0.0
+    assert 0 <= score("masked accuracy", model, batches, mask_token=4) <= 1
 
 
 def test_documents_are_cut_and_not_lost(tmp_path: Path) -> None:

@@ -9,5 +9,5 @@ from .report_case import TINY
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Every section, page and pictures."""
+    """Every section, page and figures."""
     return report(tmp_path_factory.mktemp("report"), TINY)

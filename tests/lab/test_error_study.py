@@ -17,15 +17,13 @@ def small(**law):
     return inputs.q, inputs.k
 
 
-def test_predicted_beside_measured_and_every_baseline():
+def test_every_baseline_beside_the_curves():
     study = error_study(*small(), features=["hyperbolic"], projections=["iid", "orthogonal"], num_features=[64, 512])
     assert [line.label for line in study.lines] == ["hyperbolic iid", "hyperbolic orthogonal"]
     assert list(study.baselines) == ["uniform", "degree-1", "hermite-2", "taylor-2"]
     for line in study.lines:
         few, many = line.points
         assert many.measured < few.measured / 3
-        assert many.reliable
-        assert many.measured / many.predicted == pytest.approx(1, abs=0.3)
         assert many.draws == 8
         assert many.deviation > 0
     text = error_table(study)
@@ -34,17 +32,18 @@ def test_predicted_beside_measured_and_every_baseline():
     json.dumps(study.as_dict(), allow_nan=False)
 
 
-def test_what_has_no_closed_form_or_no_features():
+def test_what_has_no_features():
     mechanisms = ["local", {"mechanism": "nystrom", "landmarks": 16}, "softmax", "linear"]
     study = error_study(*small(), features=["positive"], projections=["hadamard-1"], mechanisms=mechanisms,
                         num_features=[8, 16], draws=2)  # fmt: skip
-    one, local, nystrom, softmax, linear = study.lines
-    assert {point.predicted for point in one.points} == {None}
+    _, local, nystrom, softmax, linear = study.lines
     assert (local.size, [point.size for point in local.points]) == ("window", [8, 16])
     assert (nystrom.size, len(nystrom.points)) == (None, 1)
     assert softmax.points[0].measured < 1e-10
     assert "function of its own" in linear.note
     assert "local (window=M)" in error_table(study)
+    alone = error_study(*small(), features=[], mechanisms=["taylor"])
+    assert "M=" not in error_table(alone)  # nothing varies
 
 
 def test_calibration_on_other_data_and_modifiers():

@@ -25,6 +25,7 @@ from subquad.lab.report.sections import memory as memory_section
 from subquad.lab.report.table import terminal_table
 from subquad.lab.report.tried import Tried, candidates
 from subquad.planning.candidates import PLANNABLE
+from subquad.planning.cost import time_at
 
 from .report_case import TINY
 
@@ -84,7 +85,7 @@ def test_the_published_curves_sink_to_weights_of_the_key_alone() -> None:
 
 def test_the_published_sines_turn_too_far_and_correct_ones_do_not() -> None:
     """The first figure of the published report: angles 2 pi times too large give another kernel, at any number."""
-    settings = dataclasses.replace(TINY, published_features=(2048,), published_draws=2)
+    settings = dataclasses.replace(TINY, published_features=(16,), published_draws=2)
     (job,) = [job for job in published.jobs(settings, Notebook(Path("x"), {})) if job.asked["features"] == "trig"]
     import torch
 
@@ -187,7 +188,7 @@ def test_no_two_tables_disagree_whatever_is_missing(outcome: Outcome, tmp_path: 
             assert html.escape(row["missing"]) in shown
             continue
         mine = speed.points(book, row["timed_as"])
-        expected = [use.milliseconds_at(times, row["length"]) for times in (softmax, mine)]
+        expected = [time_at(times, row["length"]) for times in (softmax, mine)]
         assert None not in expected, row
         assert row["gain"] == pytest.approx(expected[0] / expected[1])
         if row["length"] in mine and row["length"] in softmax:
@@ -323,7 +324,7 @@ def test_every_axis_of_a_picture_has_numbers(tmp_path: Path, monkeypatch: pytest
     from matplotlib.figure import Figure as Canvas
 
     from subquad.lab.report.figure import Figure, Line
-    from subquad.lab.report.pictures import draw_pictures
+    from subquad.lab.report.figure_files import write_figures
 
     shown: list[list[str]] = []
     true = Canvas.savefig
@@ -336,5 +337,5 @@ def test_every_axis_of_a_picture_has_numbers(tmp_path: Path, monkeypatch: pytest
         shown.append([label.get_text() for at, label in ticks if low <= at <= high and label.get_text()])
 
     monkeypatch.setattr(Canvas, "savefig", savefig)
-    draw_pictures([Figure("x", "x", "", "tokens", "ms", [Line("softmax", "softmax", [1, 2, 4], y)])], tmp_path)
+    write_figures([Figure("x", "x", "", "tokens", "ms", [Line("softmax", "softmax", [1, 2, 4], y)])], tmp_path)
     assert all(len(labels) >= 2 for labels in shown) and shown

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.lab.memory import resident_memory
+from subquad.lab.peak_memory import resident_memory
 
 
 @pytest.mark.deep

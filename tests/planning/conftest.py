@@ -2,7 +2,7 @@
 
 import pytest
 
-from subquad.planning import choice, cost
+from subquad.planning import cost, planner
 
 
 @pytest.fixture
@@ -15,4 +15,4 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No setting is left out because a busy machine made one run slow."""
-    monkeypatch.setattr(choice._Study, "too_slow", lambda self, seconds: False)
+    monkeypatch.setattr(planner._Study, "too_slow", lambda self, seconds: False)

@@ -111,7 +111,7 @@ def convert(
     from subquad.hf.models.tokenization import saved_tokenizer
     from subquad.lab import machine, write_json
     from subquad.lab.converted import memory_of, pays_from, time_models
-    from subquad.lab.quality import KINDS, figure, kind_of, to_batches
+    from subquad.lab.quality import KINDS, kind_of, score, to_batches
     from subquad.train.choices import parse_mechanism, parse_pairs
 
     logging.set_verbosity_error()
@@ -162,12 +162,12 @@ def convert(
             step(f"{kind} on {sum(len(b['input_ids']) for b in held)} held-out documents", 2, 5)
             settings: dict[str, Any] = {"exact": exact, "mask_token": mask_token, "special": special}
             values = {
-                "exact": figure(kind, exact, held, **settings),
-                "converted": figure(kind, converted, held, **settings),
+                "exact": score(kind, exact, held, **settings),
+                "converted": score(kind, converted, held, **settings),
             }
             for name, choice in _baselines(report).items():
                 other, _ = hf.convert(copy.deepcopy(exact), choice, layers=report.converted)
-                values[name] = figure(kind, other, held, **settings)
+                values[name] = score(kind, other, held, **settings)
         if training is not None:
             step("distilling", 3, 5)
             learned = run_distillation(
@@ -176,7 +176,7 @@ def convert(
             )  # fmt: skip
             record["distillation"] = learned.as_dict()
             if held:
-                values["distilled"] = figure(kind, converted, held, **settings)
+                values["distilled"] = score(kind, converted, held, **settings)
         if held:
             record["quality"] = {"figure": kind, **values}
             print(f"\n{kind} ({KINDS[kind]})")

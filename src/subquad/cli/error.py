@@ -42,7 +42,7 @@ def error(
     seed: Annotated[int, typer.Option()] = 0,
     json: Annotated[Path | None, typer.Option(help="Write every number to this file.")] = None,
 ) -> None:
-    """Error against the number of features, predicted and measured, beside the baselines that must be beaten.
+    """Error against the number of features, measured, beside the baselines that must be beaten.
 
     On synthetic inputs of a stated law, or on the queries and keys of your own model in a safetensors file.
     """

@@ -13,7 +13,7 @@ __all__ = ["report"]
 
 
 def report(
-    out: Annotated[Path, typer.Option(help="Folder for the page, the pictures and the JSON file.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and the JSON file.")] = Path(
         "results/report"
     ),
     lengths: Annotated[
@@ -27,7 +27,7 @@ def report(
     resume: Annotated[bool, typer.Option("--resume", help="Keep what the folder's JSON file already holds.")] = False,
     seconds: Annotated[
         float | None,
-        typer.Option(help="For all measurements; 154 if absent, 30 with --quick, 900 with --full."),
+        typer.Option(help="For all measurements; 162 if absent, 30 with --quick, 900 with --full."),
     ] = None,
     model: Annotated[
         Path | None,
@@ -40,7 +40,7 @@ def report(
     head_dim: Annotated[int, typer.Option(min=2)] = 64,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Which attention, from which length, with what error: measured here, as a page, pictures and a table."""
+    """Which attention, from which length, with what error: measured here, as a page, figures and a table."""
     from subquad.lab.report import Settings, captured
     from subquad.lab.report import full as fuller
     from subquad.lab.report import quick as quicker

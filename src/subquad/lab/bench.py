@@ -20,7 +20,7 @@ import subquad
 from subquad import checks
 from subquad.lab.making import options_for
 from subquad.lab.measure import Timing, interleave, machine
-from subquad.lab.memory import available_memory, peak_memory
+from subquad.lab.peak_memory import available_memory, peak_memories
 from subquad.lab.peers import Peer, installed_peers
 from subquad.plain_text import first_line
 from subquad.planning.baselines import uniform_attention
@@ -200,22 +200,21 @@ class _Study:
                 refused[name] = ("failed", f"{type(error).__name__}: {first_line(error)}")
         timings = interleave(calls, runs=self.runs, warmup=0, seconds=self.seconds)
         del calls, references
+        memory = self.peaks(list(timings), length, is_causal) if self.memory else {}
         for name in self.names:
-            if name not in timings:
+            if name in timings:
+                known = memory.get(name, {})
+                yield Cell(name, length, is_causal, "measured", "", timings[name], errors[name], known)
+            else:
                 yield Cell(name, length, is_causal, *refused[name])
-                continue
-            memory = self.peak(name, length, is_causal) if self.memory else {}
-            yield Cell(name, length, is_causal, "measured", "", timings[name], errors[name], memory)
 
-    def peak(self, name: str, length: int, is_causal: bool) -> dict[str, Any]:
-        """Of a fresh process; only what this library creates can be asked for there."""
-        if name == UNIFORM or name in self.peers:
-            return {}
-        return peak_memory(
-            name, length, options=self.chosen(name, length), batch=self.batch,
-            heads=self.heads, head_dim=self.head_dim, is_causal=is_causal, backward=self.backward,
-            threads=torch.get_num_threads(),
-        )  # fmt: skip
+    def peaks(self, names: Sequence[str], length: int, is_causal: bool) -> dict[str, dict[str, Any]]:
+        """Of fresh processes; only what this library creates can be asked for there."""
+        ours = [name for name in names if name != UNIFORM and name not in self.peers]
+        form = {"length": length, "batch": self.batch, "heads": self.heads, "head_dim": self.head_dim,
+                "is_causal": is_causal, "backward": self.backward, "threads": torch.get_num_threads()}  # fmt: skip
+        asked = [{"mechanism": name, "options": self.chosen(name, length), **form} for name in ours]
+        return dict(zip(ours, peak_memories(asked), strict=True))
 
 
 def compare(
@@ -256,7 +255,7 @@ def compare(
     threads: torch's number of threads for the comparison; unchanged where None.
     seed: of the inputs and of the mechanisms.
     backward: time forward and backward together instead of forward alone.
-    memory: also the peak memory of every call, each measured in a fresh process (seconds per cell).
+    memory: also the peak memory of every call, each measured in a fresh process (seconds per length).
     peers: also the other libraries that are installed here (`lab.peers`).
     resume: an earlier, interrupted comparison with the same settings: lengths that it finished are taken from it.
     on_cell: called after each cell with the cell, how many are done and how many there will be.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from subquad.hf.conversion.capturing import run
 from subquad.lab.measure import interleave
-from subquad.lab.memory import high_water, reset_high_water
+from subquad.lab.peak_memory import high_water, reset_high_water
 from subquad.plain_text import first_line
 from subquad.planning.crossover import faster_from
 

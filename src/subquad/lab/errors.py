@@ -1,4 +1,4 @@
-"""How the error falls with the number of features: predicted beside measured, with the baselines that must be beaten.
+"""How the error falls with the number of features, beside the baselines that must be beaten.
 
     error = |A' - A|^2 / |A|^2            of the attention matrix, or of the outputs A v where values are given
 
@@ -21,11 +21,9 @@ from subquad import checks
 from subquad.lab.making import options_for
 from subquad.mechanisms import MECHANISMS, create
 from subquad.mechanisms.base import Mechanism
-from subquad.mechanisms.performer import Performer
 from subquad.plain_text import aligned, first_line
 from subquad.planning.baselines import baseline_errors
 from subquad.planning.candidates import PLANNABLE, calibrated
-from subquad.planning.closed_form import closed_form, refusal
 from subquad.planning.piece import Piece, check_inputs
 from subquad.planning.prediction import draws_something
 
@@ -53,17 +51,12 @@ _MODIFIERS = ("antithetic", "center")
 
 @dataclass(frozen=True)
 class ErrorPoint:
-    """One number of features: `measured` is the mean over `draws`, `deviation` their standard deviation.
-
-    predicted: the closed form, None where there is none; reliable: whether it is said to hold here
-    """
+    """One number of features: `measured` is the mean over `draws`, `deviation` their standard deviation."""
 
     size: int | None
     measured: float
     deviation: float
     draws: int
-    predicted: float | None = None
-    reliable: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -169,7 +162,6 @@ def error_study(
     draws: int = 8,
     tokens: int = 1024,
     seed: int = 0,
-    predict: bool = True,
     on_line: Callable[[ErrorLine, int, int], None] | None = None,
 ) -> ErrorStudy:
     """Error against number of features on q (B, Hq, L, D), k (B, H, S, D), for every pair of features and projection.
@@ -182,7 +174,6 @@ def error_study(
     calibration:  q, k that calibrated features see; None = the data itself
     baselines:    those that an earlier study of the same inputs found; None = found here
     draws:        independent projections per point;  tokens: how many of the sequence are measured
-    predict:      also the closed form, where there is one
     on_line:      called after each line with the line, how many are done and how many there will be
 
     Ctrl-C ends it early: what was measured is returned, with `complete=False`.
@@ -217,7 +208,7 @@ def error_study(
     complete = False
     try:
         for label, name, options, size in curves:
-            line = _line(label, name, options, size, sizes, piece, seen, draws, seed, predict and v is None)
+            line = _line(label, name, options, size, sizes, piece, seen, draws, seed)
             lines.append(line)
             if on_line:
                 on_line(line, len(lines), len(curves))
@@ -236,7 +227,7 @@ def error_study(
 
 def _line(
     label: str, name: str, options: dict[str, Any], size: str | None, sizes: Sequence[int], piece: Piece,
-    seen: tuple[Tensor, Tensor, Tensor | None], draws: int, seed: int, predict: bool,
+    seen: tuple[Tensor, Tensor, Tensor | None], draws: int, seed: int,
 ) -> ErrorLine:  # fmt: skip
     """One curve; a setting that the mechanism refuses is left out, and the note says why."""
     points: list[ErrorPoint] = []
@@ -253,27 +244,21 @@ def _line(
                 raise  # nothing of it can be measured: that is the user's to know, not a footnote
             notes[f"{size} {value}: {first_line(error)}"] = None
             continue
-        predicted, reliable = None, False
-        if predict and isinstance(attend, Performer) and refusal(attend, piece.tokens) is None:
-            form = {"scale": piece.scale, "is_causal": piece.call["is_causal"], "key_mask": piece.call["key_mask"]}
-            predicted, _, reliable = closed_form(attend, piece.q, piece.k, **form)
         deviation = statistics.stdev(found) if len(found) > 1 else 0.0
-        points.append(ErrorPoint(value, statistics.fmean(found), deviation, len(found), predicted, reliable))
+        points.append(ErrorPoint(value, statistics.fmean(found), deviation, len(found)))
     return ErrorLine(label, name, options, size, tuple(points), "; ".join(notes))
 
 
 def error_table(study: ErrorStudy) -> str:
-    """The study as plain text: measured errors with the predicted ones behind them, then the baselines."""
-    sizes = study.settings["num_features"]
+    """The study as plain text: errors, then the baselines."""
+    flat = all(line.size is None for line in study.lines)
+    sizes = study.settings["num_features"][: 1 if flat else None]
     uniform = study.baselines["uniform"]
 
     def shown(point: ErrorPoint) -> str:
-        text = f"{point.measured:.2g}" + ("!" if point.measured >= uniform else "")
-        if point.predicted is None:
-            return text
-        return f"{text} ({point.predicted:.2g}{'' if point.reliable else '?'})"
+        return f"{point.measured:.2g}" + ("!" if point.measured >= uniform else "")
 
-    header = [f"error of the {study.criterion}", *(f"M={size}" for size in sizes)]
+    header = [f"error of the {study.criterion}", *("" if flat else f"M={size}" for size in sizes)]
     rows = [header]
     for line in study.lines:
         by_size = {point.size: point for point in line.points}
@@ -291,9 +276,8 @@ def error_table(study: ErrorStudy) -> str:
     draws = "one draw" if asked["draws"] == 1 else f"mean of {asked['draws']} draws"
     text += [
         "",
-        f"{shape}, {form}, {draws}; in brackets the closed form",
-        "relative squared error against softmax attention; ! no better than uniform (the mean of the values);",
-        "? the closed form is outside its range. The lines below the rule have no randomness: they are exact.",
+        f"{shape}, {form}, {draws}; relative squared error against softmax attention",
+        "! no better than uniform (the mean of the values). The lines below the rule have no randomness.",
     ]
     text += [f"{line.label}: {line.note}" for line in study.lines if line.note]
     if not study.complete:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from subquad import checks
+from subquad.planning.cost import clock as seconds_here
 
 __all__ = ["CLOCKS", "Timing", "interleave", "machine"]
 
@@ -80,7 +81,7 @@ def interleave(
     seconds: float = float("inf"),
     device: str | torch.device = "cpu",
     once: frozenset[str] = frozenset(),
-    clock: str = "wall",
+    clock: str | None = None,
 ) -> dict[str, Timing]:
     """Time `calls` in turn, `runs` rounds of all of them after `warmup` unmeasured ones.
 
@@ -91,7 +92,7 @@ def interleave(
     device: where the calls compute; accelerators are waited for on both sides of the clock.
     once: names so slow that they run a single time, without warm-up.
     clock: one of CLOCKS: `wall`, or `cpu` for the time of the process on all its threads, which is what can be
-        compared (on one thread) where other processes share the machine.
+        compared (on one thread) where other processes share the machine. None: `cpu` where torch has one thread.
 
     Returns a `Timing` per name, in the order of `calls`.
 
@@ -105,8 +106,10 @@ def interleave(
         raise ValueError(f"warmup={warmup}: 0 or more unmeasured rounds are expected")
     if unknown := once - calls.keys():
         raise ValueError(f"once={sorted(unknown)}: expected names among calls, {sorted(calls)}")
-    checks.check_option("clock", clock, CLOCKS)
-    where, now = torch.device(device), CLOCKS[clock]
+    if clock is not None:
+        checks.check_option("clock", clock, CLOCKS)
+    where = torch.device(device)
+    now = CLOCKS[clock] if clock else seconds_here if where.type == "cpu" else time.perf_counter
     repeated = [name for name in calls if name not in once]
     for _ in range(warmup):
         for name in repeated:

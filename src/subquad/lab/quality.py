@@ -1,4 +1,4 @@
-"""What a model is worth on text, before and after its attention was replaced: one figure that its kind is judged by.
+"""What a model is worth on text, before and after its attention was replaced: the score that its kind is judged by.
 
 causal language model    perplexity: exp of the mean loss of real tokens, the first of each text excepted
 masked language model    masked accuracy: share of hidden tokens (15 %, the same ones for every model) found again
@@ -23,7 +23,7 @@ from subquad.mechanisms import Mechanism
 from subquad.nn.pooling import pool
 from subquad.planning.baselines import uniform_attention
 
-__all__ = ["KINDS", "Uniform", "embeddings", "figure", "kind_of", "read_documents", "to_batches"]
+__all__ = ["KINDS", "Uniform", "embeddings", "kind_of", "read_documents", "score", "to_batches"]
 
 Batch = dict[str, Tensor]
 KINDS = {"perplexity": "lower is better", "masked accuracy": "higher is better", "embedding cosine": "1 is exact"}
@@ -102,7 +102,7 @@ def to_batches(documents: Sequence[Sequence[int]], size: int, padding: int) -> l
 
 
 def kind_of(model: nn.Module, mask_token: int | None) -> str:
-    """Which figure fits a model: see the top of this file."""
+    """Which score fits a model: see the top of this file."""
     from transformers.models.auto import modeling_auto as auto
 
     name = type(model).__name__
@@ -154,7 +154,7 @@ def embeddings(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
 
 
 @torch.no_grad()
-def figure(
+def score(
     kind: str,
     model: nn.Module,
     batches: Sequence[Batch],
@@ -163,7 +163,7 @@ def figure(
     mask_token: int | None = None,
     special: Sequence[int] = (),
 ) -> float:
-    """The figure of this kind (one of KINDS) for `model` on batches; `exact` is the model that a cosine is taken to."""
+    """The score of this kind (one of KINDS) for `model` on batches; `exact` is the model that a cosine is taken to."""
     if kind == "perplexity":
         return _perplexity(model, batches)
     if kind == "masked accuracy":

@@ -13,9 +13,10 @@ from ..plain_text import aligned
 from . import cost
 from .cost import TimeEstimate
 
-__all__ = ["SLACK", "Choice", "Plan", "setting_in_words"]
+__all__ = ["SLACK", "WORTH", "Choice", "Plan", "setting_in_words"]
 
 SLACK = 1.2  # an error that meets the target may be this much above it for all that was measured
+WORTH = 1.05  # times softmax's speed: below it an approximation is not worth its error
 SHOWN = 8  # rows of the short table
 _COUNTED = {"exact_keys": "exact keys", "clusters": "clusters", "topk": "keys each", "landmarks": "landmarks",
             "rounds": "rounds", "buckets": "buckets"}  # fmt: skip
@@ -91,6 +92,11 @@ class Choice:
         return self.error <= target and self.high <= SLACK * target
 
     @property
+    def unjudged(self) -> bool:
+        """Whether the tokens measured were too few to say anything of the length."""
+        return self.high == math.inf and math.isfinite(self.error) and not self.slow and self.tokens > 0
+
+    @property
     def seconds(self) -> float:
         """Of `time`; infinite where it was not measured."""
         return math.inf if self.time is None else self.time.seconds
@@ -126,7 +132,7 @@ class Plan:
     """Ranked choices: those that meet the target by their time, softmax among them, then the others by their error.
 
     best:     the fastest choice that meets the target within the time budget; None if there is no approximation that
-              does (softmax itself is best only where it is faster than every approximation that meets the target)
+              does (softmax itself is best only where no approximation that meets the target is 1.05 times as fast)
     exact:    softmax attention with its time: what remains when nothing else does
     uniform:  the error of the mean of the values; what is not below it is never recommended
     tokens, heads_measured, rows, stretches: of the input that errors were measured on
@@ -137,6 +143,7 @@ class Plan:
     target_error: float
     length: int
     heads: int
+    head_dim: int
     time_budget: float | None
     is_causal: bool
     uniform: float
@@ -165,7 +172,11 @@ class Plan:
     def _gain(self, choice: Choice) -> str:
         gain = self.exact.seconds / choice.seconds
         about = "about " if self.length > cost.LENGTHS[-1] else ""
-        return f"{about}{gain:.1f}x faster than softmax" if gain >= 1.05 else "no faster than softmax"
+        return (
+            f"{about}{gain:.{1 if gain < 100 else 0}f}x faster than softmax"
+            if gain >= WORTH
+            else "no faster than softmax"
+        )
 
     @property
     def verdict(self) -> str:
@@ -173,7 +184,7 @@ class Plan:
         best, exact = self.best, self.exact.time
         flat = " (the mean of all values alone would do)" if self.uniform <= self.target_error else ""
         if best is not None and best.mechanism == "softmax":
-            return f"softmax: exact, and at {self.length} tokens faster than every approximation that will do{flat}"
+            return f"softmax: exact, and at {self.length} tokens no approximation that will do is faster{flat}"
         if best is not None:
             carried = f" carried on from {best.tokens} tokens" if best.extrapolated else ""
             return (
@@ -185,12 +196,14 @@ class Plan:
             return f"softmax: there was nothing else to choose from; {exact} at {self.length} tokens"
         if self.time_budget is not None and any(math.isfinite(choice.seconds) for choice in others):
             why = f"what meets the target takes longer than the budget of {self.time_budget:.3g} s"
+        elif unknown := [choice for choice in others if choice.unjudged and choice.error <= self.target_error]:
+            why = f"{unknown[0].label} may, but {self.tokens} tokens are too few to see how its error grows"
         else:
             nearest = min(others, key=lambda choice: max(choice.error, choice.high))
             why = f"the nearest, {nearest.label}, has {nearest.error:.2g} (at most {nearest.high:.2g})"
         return (
-            f"softmax: no approximation reaches error {self.target_error:g} at {self.length} tokens; {why}, the mean "
-            f"of all values {self.uniform:.2g}"
+            f"softmax: no approximation reaches error {self.target_error:g} at {self.length} tokens; {why}; the mean "
+            f"of all values has {self.uniform:.2g}"
         )
 
     @property

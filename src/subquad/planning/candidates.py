@@ -40,14 +40,12 @@ def _steps(name: str, values: Iterable[int], **fixed: Any) -> tuple[Options, ...
     return tuple({name: value, **fixed} for value in values)
 
 
-# Clusters per chunk of keys, and keys that a query evaluates exactly beside them; where none is named, as many as the
-# mechanism takes by itself.
+# Clusters per chunk of keys, and keys that a query evaluates exactly beside them; {} is the mechanism as it comes.
 MULTIPOLE: tuple[Options, ...] = (
     {"clusters": 8, "exact_keys": 64},
     {"clusters": 16, "exact_keys": 64},
     {"clusters": 16, "exact_keys": 128},
-    {"clusters": 24, "exact_keys": 128},
-    {"clusters": 32},
+    {},
     {"clusters": 48, "exact_keys": 256},
     {"clusters": 48, "exact_keys": 512},
     {"clusters": 64, "exact_keys": 1024},

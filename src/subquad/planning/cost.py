@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,19 @@ from torch import Tensor, nn
 from .. import checks
 from ..mechanisms import MECHANISMS, create
 from ..mechanisms.base import Mechanism
-from .cache import measurement_key, read_json_table, write_json_table
+from .tables import measurement_key, read_json_table, write_json_table
 
-__all__ = ["QUADRATIC", "CostModel", "Points", "TimeEstimate", "attention_costs", "predict_time", "seconds_of"]
+__all__ = [
+    "QUADRATIC",
+    "CostModel",
+    "Points",
+    "TimeEstimate",
+    "attention_costs",
+    "clock",
+    "predict_time",
+    "seconds_of",
+    "time_at",
+]
 
 FILE = "costs.json"
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -84,6 +94,21 @@ def _solve(rows: list[tuple[float, float]], target: list[float]) -> tuple[float,
     )
 
 
+def time_at(known: Mapping[int, float], length: int) -> float | None:
+    """The time at this length: measured, or between measured lengths on both sides; None where there is no such pair.
+
+    >>> time_at({256: 1.0, 1024: 16.0}, 512), time_at({256: 1.0, 1024: 16.0}, 2048)
+    (4.0, None)
+    """
+    below, above = [n for n in known if n <= length], [n for n in known if n >= length]
+    if not below or not above:
+        return None
+    low, high = max(below), min(above)
+    if low == high:
+        return known[low]
+    return known[low] * math.pow(known[high] / known[low], math.log(length / low) / math.log(high / low))
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Measured points of one mechanism and the curve through them.
@@ -116,18 +141,6 @@ class CostModel:
         """How much slower the usual run was than the best: the median over the points of median / best - 1."""
         return statistics.median(statistics.median(runs) / min(runs) - 1.0 for runs in self.points.values())
 
-    def _between(self, length: int) -> float | None:
-        """Interpolated in log-log between the two measured lengths around this one."""
-        below = [n for n in self.points if n <= length]
-        above = [n for n in self.points if n >= length]
-        if not below or not above:
-            return None
-        low, high = max(below), min(above)
-        first, last = min(self.points[low]), min(self.points[high])
-        if low == high:
-            return first
-        return first * math.pow(last / first, math.log(length / low) / math.log(high / low))
-
     def at(self, length: int) -> TimeEstimate:
         """The time at this length; below the shortest measured one that one's, since what is left is overhead."""
         lengths = sorted(self.points)
@@ -135,7 +148,7 @@ class CostModel:
             known = min(self.points[lengths[0]])
             return TimeEstimate(known, known * length / lengths[0] / (1.0 + self.spread), known * (1.0 + self.spread))
         fitted = self._fit(lengths)(length)
-        inside = self._between(length)
+        inside = time_at({n: min(runs) for n, runs in self.points.items()}, length)
         best = fitted if inside is None else inside
         others = [fitted]
         if inside is None and len(lengths) > 1:
@@ -150,15 +163,21 @@ def _form(attend: Mechanism) -> str:
     return "linear" if MECHANISMS.get(attend.name) is type(attend) else "power"
 
 
+def clock() -> float:
+    """Seconds, to be subtracted: of the processor where one thread computes, so that what other processes take does not
+    count; with several threads, of the wall."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
 def seconds_of(call: Callable[[Sequence[Tensor]], Tensor], inputs: Sequence[Tensor], training: bool) -> float:
     """Seconds of one call with tensors of the content of `inputs`; with the backward where `training`."""
     inputs = [x.detach().requires_grad_(training) for x in inputs]
-    start = time.perf_counter()
+    start = clock()
     with torch.set_grad_enabled(training):
         out = call(inputs)
         if training:
             out.sum().backward()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _measure(
@@ -212,13 +231,9 @@ def _as_on(stored: Points, again: Points, found: list[Points]) -> list[Points]:
     common = sorted(stored.keys() & again.keys())
     if not common:
         return found
-    ratio = {n: min(stored[n]) / min(again[n]) for n in common}
-
-    def scaled(points: Points) -> Points:
-        nearest = {n: min(common, key=lambda other: abs(math.log(other / n))) for n in points}
-        return {n: tuple(ratio[nearest[n]] * seconds for seconds in runs) for n, runs in points.items()}
-
-    return [scaled(points) for points in found]
+    # The median: at single lengths one of the two may have met a busy moment.
+    ratio = statistics.median(min(stored[n]) / min(again[n]) for n in common)
+    return [{n: tuple(ratio * seconds for seconds in runs) for n, runs in points.items()} for points in found]
 
 
 def _ready(attend: Mechanism, heads: int) -> Mechanism:

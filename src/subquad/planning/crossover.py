@@ -19,8 +19,8 @@ import torch
 
 from .. import checks
 from ..mechanisms import Mechanism, create
-from .cache import measurement_key, read_json_table, table_path, write_json_table
 from .cost import seconds_of
+from .tables import measurement_key, read_json_table, table_path, write_json_table
 
 __all__ = ["cache_path", "crossover_length", "faster_from", "read_table", "resolve_auto"]
 

@@ -182,9 +182,9 @@ class Piece:
         """Keys per sequence."""
         return self.k.shape[2]
 
-    def folded(self) -> Piece | None:
-        """The same tokens as four times as many sequences of a quarter of the length; None where that is too short."""
-        of = min(STRETCHES, min(self.q.shape[2], self.k.shape[2]) // LEAST_STRETCH)
+    def folded(self, most: int = STRETCHES) -> Piece | None:
+        """The same tokens as `most` times as many sequences of that part of the length; None where they are too few."""
+        of = min(most, min(self.q.shape[2], self.k.shape[2]) // LEAST_STRETCH)
         if of < 2:
             return None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..lab.memory import available_memory
+from ..lab.peak_memory import available_memory
 from ..plain_text import first_line
 from ..tasks.base import Batch
 

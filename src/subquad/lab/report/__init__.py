@@ -1,7 +1,7 @@
-"""The report: what to use on this machine, measured, as a page, pictures, a JSON file and a table.
+"""The report: what to use on this machine, measured, as a page, figures, a JSON file and a table.
 
 `settings` says what is asked, `running` spends the time, `notebook` keeps every number, each file of `sections`
-measures and shows one section, and `page`, `pictures` and `table` put them together. Needs the `lab` extra.
+measures and shows one section, and `page`, `figure_files` and `table` put them together. Needs the `lab` extra.
 """
 
 from .sections.model import captured

@@ -122,7 +122,7 @@
     const traces = lines.map((line) => ({
       type: "scatter", name: line.label, x: line.x, y: line.y, customdata: line.notes.length ? line.notes : undefined,
       mode: line.flat ? "lines" : figure.points ? "markers" : line.x.length > 12 ? "lines" : "lines+markers", connectgaps: true, cliponaxis: clipped,
-      line: { color: colour(line.key), width: line.key === "softmax" ? 3 : 2, dash: style(line.key).dash },
+      line: { color: colour(line.key), width: line.key === "softmax" ? 3 : 2, dash: line.flat && style(line.key).dash === "solid" ? "dash" : style(line.key).dash },
       marker: { color: colour(line.key), symbol: style(line.key).symbol, size: figure.points ? 10 : small ? 5 : 7, line: { width: 1.4, color: colour(line.key) } },
       hovertemplate: line.flat
         ? `<b>${line.label}</b><br>%{y:.3~g}<extra></extra>`

@@ -103,9 +103,9 @@ def page(
     settings: Settings,
     found: dict[str, Any],
     shown: Sequence[tuple[Section, Rows]],
-    pictures: Sequence[str] = (),
+    files: Sequence[str] = (),
 ) -> str:
-    """The whole page as text: sections with their figures; `pictures` are the names of the picture files beside it."""
+    """The whole page as text: sections with their figures; `files` are the names of the figures that lie beside it."""
     from plotly.offline import get_plotlyjs
 
     figures = [figure for _, rows in shown for row in rows for figure in row if figure.lines]
@@ -126,10 +126,10 @@ def page(
             "" if interrupted else missing,
         ]
     )
-    files = ", ".join(f'<a href="{html.escape(name)}">{html.escape(name)}</a>' for name in pictures)
+    links = ", ".join(f'<a href="{html.escape(name)}">{html.escape(name)}</a>' for name in files)
     footer = (
         f'Every number is in <a href="{html.escape(notebook.path.name)}">{html.escape(notebook.path.name)}</a> beside '
-        "this page" + (f"; the figures as pictures: {files}." if files else ".")
+        "this page" + (f"; the figures as files: {links}." if files else ".")
     )
     parts = {
         "css": _read("page.css"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from subquad.lab.memory import available_memory
+from subquad.lab.peak_memory import available_memory
 from subquad.plain_text import first_line
 
 from .notebook import Notebook
@@ -168,10 +168,11 @@ def measure(
     return True
 
 
-def _turn(each: tuple[str, Job]) -> tuple[int, bool]:
-    """What a recommendation needs, then the least that every section has to show, then the rest by its worth."""
+def _turn(each: tuple[str, Job]) -> tuple[int, bool, float]:
+    """What a recommendation needs, then the least that every section has to show, then the others by their worth; of
+    those of least worth first what gives most numbers in its time."""
     job = each[1]
-    return (FIRST if job.first else job.worth, job.worth != FIRST)
+    return (FIRST if job.first else job.worth, job.worth != FIRST, job.quiet / job.cells if job.worth == REST else 0.0)
 
 
 def _left_out(result: Mapping[str, Any]) -> dict[str, str]:

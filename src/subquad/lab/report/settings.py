@@ -9,7 +9,7 @@ from typing import Any
 
 import subquad
 from subquad import checks
-from subquad.lab.memory import NO_ATTENTION
+from subquad.lab.peak_memory import NO_ATTENTION
 
 __all__ = ["NO_ATTENTION", "Settings", "full", "quick"]
 
@@ -23,23 +23,25 @@ class Settings:
     longest_training: forward + backward is not measured beyond this length, it costs four times as much
     mechanisms:       names beside softmax; None = all
     runs:             interleaved rounds per timing
-    error_*:          of the curves of error against number of features
+    error_*:          of the curves of error against number of features; error_data: None = all inputs
     shipped_step:     1 = all heads that the library ships, 2 = every other one
     recommend_steps:  settings of each of the planner's rows that a recommendation chooses from
     """
 
-    seconds: float = 154.0
+    seconds: float = 162.0
     lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
     longest_training: int = 4096
     mechanisms: tuple[str, ...] | None = None
     heads: int = 4
     head_dim: int = 64
     runs: int = 3
-    memory_lengths: tuple[int, ...] = (1024, 4096, 16384)
+    memory_lengths: tuple[int, ...] = (1024, 4096)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384, 65536)
     error_features: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
     error_draws: int = 3
-    error_data: tuple[str, ...] | None = None
+    error_data: tuple[str, ...] | None = (
+        "d64-0.5", "d64-1", "d64-flat", "d64-sharp", "d16-0.5", "d16-1.5", "d16-1.5-4096"
+    )  # fmt: skip
     published_features: tuple[int, ...] = (16, 32, 64, 128, 256, 592)
     published_draws: int = 4
     projection_features: int = 300
@@ -114,6 +116,8 @@ def full(settings: Settings) -> Settings:
         seconds=max(settings.seconds, 900.0),
         longest_training=max(settings.longest_training, 16384),
         runs=8,
+        memory_lengths=(*settings.memory_lengths, 16384),
+        error_data=None,
         error_draws=10,
         published_features=(16, 32, 64, 128, 256, 592, 1024, 2048),
         published_draws=20,

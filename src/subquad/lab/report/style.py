@@ -18,7 +18,7 @@ STYLES: dict[str, Style] = {
     "performer": ("#d55e00", "#ff8a3c", "solid", "circle"),
     "taylor": ("#0072b2", "#58b3ee", "solid", "square"),
     "linear": ("#009e73", "#2fd1a2", "dash", "diamond-open"),
-    "hedgehog": ("#009e73", "#2fd1a2", "dash", "diamond-open"),
+    "hedgehog": ("#7d7d1c", "#cfcf5a", "solid", "diamond"),
     "efficient": ("#56b4e9", "#9ad6ff", "solid", "triangle-up"),
     "separable-linformer": ("#56b4e9", "#9ad6ff", "dash", "triangle-up-open"),
     "linformer": ("#5b4fc4", "#a79bff", "solid", "triangle-down"),

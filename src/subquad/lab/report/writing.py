@@ -1,4 +1,4 @@
-"""From a question to a folder: measure, then write the page, the pictures and the JSON file."""
+"""From a question to a folder: measure, then write the page, its figures and the JSON file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from subquad.files import check_writable, write_text
 
+from .figure_files import write_figures
 from .findings import findings
 from .load import Watch, free_threads, others
 from .notebook import Notebook
 from .page import page
-from .pictures import draw_pictures
 from .running import measure
 from .sections import sections
 from .sections.machine import describe
@@ -50,15 +50,15 @@ def report(
     *,
     resume: bool = False,
     seen: Captured | None = None,
-    pictures: bool = True,
+    figure_files: bool = True,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Outcome:
-    """Measure what `settings` ask for and write `index.html`, `report.json` and the pictures into `out`.
+    """Measure what `settings` ask for and write `index.html`, `report.json` and the figures (PNG, SVG) into `out`.
 
     Every cell is in the JSON file as soon as it is measured. Ctrl-C ends the measuring; the page is written all the
     same and says what is missing. With `resume` the cells of an earlier run in the same folder are kept, and the
     threads that it used. `seen` is what the layers of a model saw (`captured`), for the section about it; without it
-    these are the heads that the library ships. Without `pictures` no PNG and SVG files are drawn.
+    these are the heads that the library ships. Without `figure_files` no PNG and SVG files are drawn.
 
     Where other processes take a part of the cores, fewer threads are used and the report says so (`load.py`).
     """
@@ -88,7 +88,9 @@ def report(
     notebook.summary = found
     notebook.save()
     shown = [(part, part.figures(notebook, settings)) for part in parts]
-    names = draw_pictures([figure for _, rows in shown for row in rows for figure in row], folder) if pictures else []
+    names = (
+        write_figures([figure for _, rows in shown for row in rows for figure in row], folder) if figure_files else []
+    )
     write_text(folder / "index.html", page(notebook, settings, found, shown, names))
     table = terminal_table(notebook, settings, found)
     return Outcome(notebook, folder / "index.html", path, table, interrupted=not done)

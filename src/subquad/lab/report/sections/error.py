@@ -88,7 +88,7 @@ def _study(settings: Settings, notebook: Notebook, data: Data, family: str, draw
         inputs.q, inputs.k, features=[family], projections=list(PROJECTIONS), num_features=settings.error_features,
         calibration=(other.q, other.k), baselines=known, draws=draws,
         mechanisms=[{"mechanism": name, **_default(name)} for name in levels],
-        tokens=data.length, seed=settings.seed, predict=False,
+        tokens=data.length, seed=settings.seed,
     )  # fmt: skip
     if not study.complete:
         raise KeyboardInterrupt

@@ -97,7 +97,7 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
                 return _measure(settings, notebook, context, names, clock)
 
         memory = 4 * context * settings.heads * (10 * settings.head_dim + 1024)
-        quiet = 0.3 + 4e-5 * context
+        quiet = 0.3 + 1.6e-4 * context
         first = context == settings.contexts[0]
         found.append(Job(f"context {context}", asked, run, quiet, SPEED, memory, first, cells=len(names)))
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from subquad.lab.making import options_for
-from subquad.lab.memory import peak_memories
+from subquad.lab.peak_memory import peak_memories
 
 from ..figure import Figure, Line, only_measured
 from ..notebook import Notebook
@@ -61,7 +61,7 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
             return _measure(settings, length, clock)
 
         memory, training = attention_bytes(settings, length, training=True), length <= settings.longest_training
-        quiet = 1.5 + 0.1 * len(settings.names) * (2 if training else 1) * (1 + length / 4096)
+        quiet = 1.5 + 0.17 * len(settings.names) * (2 if training else 1) * (1 + length / 4096)
         cells = (len(settings.names) + 1) * (2 if training else 1)
         found.append(Job(f"L={length}", asked, run, quiet, REST, memory, cells=cells))
     return found

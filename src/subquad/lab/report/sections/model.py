@@ -21,8 +21,8 @@ from subquad.lab.captured import captured_inputs, origin
 from subquad.mechanisms import MECHANISMS, create
 from subquad.plain_text import first_line
 from subquad.planning.candidates import DEGREE_1, PLANNABLE, SDERF, calibrated
-from subquad.planning.choice import plan
 from subquad.planning.piece import Piece
+from subquad.planning.planner import plan
 
 from ..figure import Figure, Line
 from ..notebook import Notebook
@@ -218,7 +218,7 @@ def _jobs(settings: Settings, notebook: Notebook, seen: Captured) -> list[Job]:
                 return _study(layer, settings)
 
         label, first = f"layer {layer.index} ({layer.name})", layer is seen.layers[0]
-        quiet = 1.0 + 1e-3 * layer.k.shape[2] * min(8, layer.q.shape[1])
+        quiet = 0.3 + 4e-4 * layer.k.shape[2] * min(8, layer.q.shape[1])
         found.append(Job(label, asked, run, quiet, ERRORS, first=first, cells=len(TRIED) + 1))
     return found
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from subquad.features.hadamard import fwht
 from subquad.features.projections import haar, make_projection
 
-from ..figure import Figure, Line, Selector
+from ..figure import Figure, Line, Selector, only_measured
 from ..notebook import Notebook
 from ..running import REST, Clock, Job
 from ..section import Section
@@ -180,7 +180,7 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
         "everything, is lower still. With sin/cos features (its first figure) the rows shrink as well, and the angles "
         "are 2π times too large. Every correct estimator is above the mean of the values: none is usable here.",
         "features m", "mean squared error of the output", lines,
-        [Selector("features", "Features", list(FEATURES.items()))], legend=True,
+        [only_measured(Selector("features", "Features", list(FEATURES.items())), lines)], legend=True,
     )]]  # fmt: skip
 
 

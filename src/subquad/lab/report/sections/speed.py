@@ -121,19 +121,24 @@ def _measure(settings: Settings, notebook: Notebook, asked: Mapping[str, Any], c
             calls[tried.label] = call
         except (ValueError, TypeError, NotImplementedError) as error:
             results[tried.label] = {"status": "refused", "reason": first_line(error)}
-    runs = clock.rounds(settings.runs)
+    runs = clock.rounds(_runs(settings, length))
     for label, timing in interleave(calls, runs=runs, warmup=0, seconds=clock.seconds, once=frozenset(slow)).items():
         results[label] = {"status": "measured", "operations": counts[label], **timing.as_dict()}
     return {"mechanisms": results}
+
+
+def _runs(settings: Settings, length: int) -> int:
+    """Rounds at this length: the longer one takes, the less disturbs it."""
+    return settings.runs if length <= 4096 else -(-2 * settings.runs // 3)
 
 
 def _quiet(settings: Settings, length: int, training: bool, causal: bool) -> float:
     """Seconds of a cell on two quiet cores: 4 heads of width 64, all mechanisms, scaled to what is asked."""
     scale = settings.heads * settings.head_dim / 256 * (len(settings.names) + 4) / 20
     each = 3.0 if training else 1.0
-    linear = 9e-5 * length * each * (1 + settings.runs)
+    linear = 9e-5 * length * each * (1 + _runs(settings, length))
     if not training and not causal and length in (*settings.lengths[::2], settings.lengths[-1]):
-        linear *= 1 + 0.3 * settings.recommend_steps
+        linear *= 1 + 0.5 * settings.recommend_steps
     softmax = 9e-9 * length**2 * each * (0.5 if causal else 1.0) * (settings.runs if length <= 4096 else 1)
     return 0.2 + scale * (linear + softmax)
 

@@ -19,6 +19,7 @@ from subquad.lab.making import options_for
 from subquad.mechanisms import Kernelised, create
 from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, least_tokens, with_seed
+from subquad.planning.cost import time_at
 from subquad.planning.piece import Piece
 from subquad.planning.prediction import draws_something
 
@@ -32,7 +33,7 @@ from ..tried import candidates
 from ..words import dot, milliseconds, times
 from . import speed
 
-__all__ = ["SECTION", "milliseconds_at", "recommend", "tried"]
+__all__ = ["SECTION", "recommend", "tried"]
 
 NAME = "use"
 WORST = 10.0  # relative squared error beyond which a setting is not worth a place in the figure
@@ -76,24 +77,9 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
             "draws": settings.recommend_draws, "candidates": labels,
         }  # fmt: skip
         memory = speed.attention_bytes(settings, settings.recommend_tokens)
-        quiet = 0.2 + 0.012 * len(labels) * settings.recommend_tokens / 1024 * (1 + settings.recommend_draws)
+        quiet = 0.2 + 0.005 * len(labels) * settings.recommend_tokens / 1024 * (1 + settings.recommend_draws)
         found.append(Job(f"errors, {words}", asked, run, quiet, FIRST, memory, first=True, cells=len(labels)))
     return found
-
-
-def milliseconds_at(known: Mapping[int, float], length: int) -> float | None:
-    """The time at this length: measured, or between measured lengths on both sides; None where there is no such pair.
-
-    >>> milliseconds_at({256: 1.0, 1024: 16.0}, 512), milliseconds_at({256: 1.0, 1024: 16.0}, 2048)
-    (4.0, None)
-    """
-    below, above = [n for n in known if n <= length], [n for n in known if n >= length]
-    if not below or not above:
-        return None
-    low, high = max(below), min(above)
-    if low == high:
-        return known[low]
-    return known[low] * math.pow(known[high] / known[low], math.log(length / low) / math.log(high / low))
 
 
 def _error_at(row: Mapping[str, Any], tokens: int, length: int) -> tuple[float, bool]:
@@ -112,7 +98,7 @@ def tried(notebook: Notebook, kind: str, length: int) -> list[dict[str, Any]]:
 
     gain is the time of softmax over that of the setting, and both times are in the section speed.
     """
-    softmax = milliseconds_at(speed.points(notebook, "softmax"), length)
+    softmax = time_at(speed.points(notebook, "softmax"), length)
     rows = [
         {
             "label": "softmax",
@@ -128,7 +114,7 @@ def tried(notebook: Notebook, kind: str, length: int) -> list[dict[str, Any]]:
         if asked["kind"] != kind:
             continue
         for label, row in result["settings"].items():
-            ms = milliseconds_at(speed.points(notebook, row["timed_as"]), length)
+            ms = time_at(speed.points(notebook, row["timed_as"]), length)
             if ms is None and _slower(notebook, row["timed_as"], length):
                 continue
             error, carried = _error_at(row, result["tokens"], length)
@@ -247,7 +233,7 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
     lines = []
     done = [kind for kind in KINDS if any(asked["kind"] == kind for asked, _ in notebook.of(NAME))]
     timed = speed.points(notebook, "softmax")
-    lengths = [n for n in reversed(settings.lengths) if milliseconds_at(timed, n) is not None]
+    lengths = [n for n in reversed(settings.lengths) if time_at(timed, n) is not None]
     for kind in done:
         for length in lengths:
             rows = [row for row in tried(notebook, kind, length) if row["ms"] is not None and row["error"] <= WORST]

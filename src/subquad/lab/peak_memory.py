@@ -106,32 +106,10 @@ def peak_memory(
     `tensor_bytes` (q, k, v and out together), or `error` with the last line of what the child said.
     """
     job = {
-        "mechanism": mechanism,
-        "length": length,
-        "options": options or {},
-        "batch": batch,
-        "heads": heads,
-        "head_dim": head_dim,
-        "is_causal": is_causal,
-        "backward": backward,
-        "backend": backend,
-        "threads": threads,
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "subquad.lab.memory", json.dumps(job)],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {timeout:.0f} s"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"error": lines[-1] if lines else f"ended with status {done.returncode} (out of memory?)"}
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+        "mechanism": mechanism, "length": length, "options": options or {}, "batch": batch, "heads": heads,
+        "head_dim": head_dim, "is_causal": is_causal, "backward": backward, "backend": backend, "threads": threads,
+    }  # fmt: skip
+    return peak_memories([job], timeout=timeout)[0]
 
 
 def peak_memories(jobs: Sequence[Mapping[str, Any]], *, timeout: float = 600.0) -> list[dict[str, Any]]:
@@ -140,13 +118,14 @@ def peak_memories(jobs: Sequence[Mapping[str, Any]], *, timeout: float = 600.0) 
     One process loads the libraries and runs nothing; each call gets a fork of it, which is as fresh as a new process.
     Where forking is not safe (macOS, Windows) every call gets a new process.
     """
-    if sys.platform != "linux":
-        return [peak_memory(**job, timeout=timeout) for job in jobs]
+    if sys.platform != "linux" and len(jobs) > 1:
+        return [found for job in jobs for found in peak_memories([job], timeout=timeout)]
     full = [{**_DEFAULTS, **job} for job in jobs]
-    command = [sys.executable, "-m", "subquad.lab.memory", json.dumps(full)]
+    command = [sys.executable, "-m", "subquad.lab.peak_memory", json.dumps(full)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-        out, status = done.stdout, f"ended with status {done.returncode}"
+        said = done.stderr.strip().splitlines()
+        out, status = done.stdout, said[-1] if said else f"ended with status {done.returncode} (out of memory?)"
     except subprocess.TimeoutExpired as late:
         # What the children before the slow one said still counts.
         out, status = (late.stdout or b"").decode(), f"took longer than {timeout:.0f} s"
@@ -249,14 +228,11 @@ def _child(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import subquad  # noqa: F401 - and torch with it: loaded once, before the forks
+
     asked = json.loads(sys.argv[1])
-    if isinstance(asked, dict):
-        print(json.dumps(_child(asked)))
-    else:
-        import subquad  # noqa: F401 - and torch with it: loaded once, before the forks
+    if any(one["backward"] for one in asked):
+        import torch._dynamo  # the first backward would load it, seconds in every fork
 
-        if any(one["backward"] for one in asked):
-            import torch._dynamo  # the first backward would load it, seconds in every fork
-
-        for one in asked:
-            print(json.dumps(_forked(one)), flush=True)
+    for one in asked:
+        print(json.dumps(_forked(one) if sys.platform == "linux" else _child(one)), flush=True)

@@ -25,20 +25,22 @@ from ..features.calibration import Calibration, calibrations
 from ..features.random import ExponentialFeatures
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
-from .answer import Choice, Plan
+from ..mechanisms.kernelised import Kernelised
+from .answer import WORTH, Choice, Plan
 from .baselines import uniform_error
 from .candidates import Ladder, ladders, least_tokens, made, with_seed
-from .cost import attention_costs
+from .cost import attention_costs, clock
 from .piece import Piece, check_inputs, evenly
 from .prediction import draws_something
 
-__all__ = ["plan"]
+__all__ = ["plan", "timed"]
 
 DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
 FAR = 2.0  # times the target: of the dearest setting, that the others will not do
 AVERAGED = 2  # where the mean over draws counts
 SLOWER = 3.0  # times softmax, or what has met the target, in two runs: such a setting is not looked at any further
 HOPELESS = 3.0  # times the target, on stretches: no run on the whole
+ROUNDING = 1e-9  # an error of this size is that of exact attention
 CLEAR = 0.25  # times the target: no need for a better draw
 MOST_HEADS, LEAST_HEADS = 8, 2
 HEAD_TOKENS = 1 << 14  # heads times tokens that every setting runs on: 8 heads of 2048 tokens, 4 of 4096
@@ -96,10 +98,10 @@ class _Study:
 
     def _seconds(self, attend: Mechanism) -> float:
         """One run on the whole piece."""
-        start = time.perf_counter()
+        start = clock()
         with torch.no_grad():
             attend(self.piece.q, self.piece.k, self.piece.v, **self.piece.call)
-        return time.perf_counter() - start
+        return clock() - start
 
     def too_slow(self, seconds: float) -> bool:
         """Whether a run on these tokens that took so long is far slower than what has met the target so far, or will be
@@ -162,9 +164,9 @@ class _Study:
         slow = False
         for draw in range(draws):
             attend = first if draw == 0 else self.make(ladder, options, draw)
-            start = time.perf_counter()
+            start = clock()
             tried.append(where.by_stretch(where.squares(attend)))
-            took = time.perf_counter() - start
+            took = clock() - start
             # Twice: one run may have met a busy moment.
             slow = self.too_slow(took) and self.too_slow(self._seconds(attend))
             if slow:
@@ -198,8 +200,16 @@ class _Study:
             whole = sum(runs) / len(runs)
             if random and short > 0:
                 choice = replace(choice, any_draw=whole * mean / short)
-        deviation = where.deviation(own)
-        found = self._at_length(replace(choice, tokens=self.piece.tokens), short, flattered * whole, deviation)
+        stretch, deviation = where.tokens, where.deviation(own)
+        if self.length > self.piece.tokens and short <= ROUNDING and not isinstance(first, Kernelised):
+            # Its windows or chunks hold a whole stretch, which says nothing of more tokens; halves may.
+            halves = self.piece.folded(2)
+            own = torch.zeros(0) if halves is None else halves.by_stretch(halves.squares(first))
+            short = math.inf if halves is None else float(own.sum()) / halves.norm
+            stretch = self.piece.tokens // 2
+            deviation = math.inf if halves is None or short <= ROUNDING else halves.deviation(own)
+        choice = replace(choice, tokens=self.piece.tokens, measured=flattered * whole)
+        found = self._at_length(choice, short, stretch, deviation)
         if found.meets(self.target):
             self.fastest = min(self.fastest, took)
         return found
@@ -215,30 +225,38 @@ class _Study:
         others = (total.unsqueeze(-1) - each).nan_to_num(nan=math.inf)
         return max(1.0, float(each.gather(0, others.argmin(0, keepdim=True)).sum()) / least)
 
-    def _at_length(self, choice: Choice, short: float, error: float, deviation: float) -> Choice:
-        """The error carried on to the length with its growth from the stretches to the whole, never below 1. The
+    def _at_length(self, choice: Choice, short: float, stretch: int, deviation: float) -> Choice:
+        """The error carried on to the length with its growth from `short` on a stretch to the whole, never below 1. The
         interval: stretches differ, and so may the growth, by half of that per factor of it."""
-        tokens = self.piece.tokens
-        choice = replace(choice, measured=error)
+        tokens, error = self.piece.tokens, choice.measured
         if self.length > tokens and self.folded is not None and self.q.shape[2] == self.k.shape[2]:
-            steps = math.log(self.length / tokens) / math.log(tokens / self.folded.tokens)
+            steps = math.log(self.length / tokens) / math.log(tokens / stretch)
             offset = 1e-3 * self.target  # keeps two errors that are both nothing from making a factor
             growth = max(1.0, (error + offset) / (short + offset))
             error, deviation = error * growth**steps, deviation * math.hypot(1.0, steps / 2)
             choice = replace(choice, extrapolated=True)
         elif self.length > tokens and self.folded is None:
             deviation = math.inf if error > 0 else 0.0  # too short to see any growth
-        high = error * (1 + 2 * deviation) if error > 0 else 0.0
+        high = math.inf if deviation == math.inf else error * (1 + 2 * deviation)
         return replace(choice, error=error, low=error * max(0.0, 1 - 2 * min(deviation, 1.0)), high=high)
 
 
-def _timed(choices: list[Choice], study: _Study, heads: int, length: int, is_causal: bool) -> list[Choice]:
-    """Those choices with their times, measured together."""
+def timed(plan: Plan) -> Plan:
+    """A plan with the times of what meets its target, measured together or read from the table, and in their order."""
+    target = min(plan.target_error, plan.uniform)
+    good = [choice for choice in plan.choices if choice.mechanism != "softmax" and choice.meets(target)]
+    rest = [choice for choice in plan.choices if choice.mechanism != "softmax" and not choice.meets(target)]
+    form: dict[str, Any] = {"heads": plan.heads, "is_causal": plan.is_causal}
     mechanisms = [
-        choice.create(study.q.shape[-1], heads, **with_seed(choice.mechanism, choice.options, 0)) for choice in choices
+        choice.create(plan.head_dim, plan.heads, **with_seed(choice.mechanism, choice.options, 0))
+        for choice in [*good, plan.exact]
     ]
-    costs = attention_costs(mechanisms, heads=heads, is_causal=is_causal)
-    return [replace(choice, time=cost.at(length)) for choice, cost in zip(choices, costs, strict=True)]
+    costs = attention_costs(mechanisms, **form)
+    *good, exact = (
+        replace(choice, time=cost.at(plan.length)) for choice, cost in zip([*good, plan.exact], costs, strict=True)
+    )
+    order = sorted([*good, exact], key=lambda choice: choice.seconds / (WORTH if choice is exact else 1.0))
+    return replace(plan, choices=(*order, *sorted(rest, key=lambda choice: choice.error)), exact=exact)
 
 
 def plan(
@@ -254,6 +272,7 @@ def plan(
     mechanisms: Iterable[str | Mechanism] | None = None,
     time_budget: float | None = None,
     seed: int = 0,
+    times: bool = True,
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
     """Which mechanism to use for q (B, Hq, L, D), k (B, H, S, D) so that the error stays below `target_error`.
@@ -264,6 +283,7 @@ def plan(
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
     seed:         of everything that is drawn; the draws to choose from have this seed and those after it
+    times:        False: errors alone, with the choices in no order; `planning.planner.timed` adds them
     on_step:      called with what was just judged, how many steps are done and how many there will be; first with how
                   long it will take
 
@@ -286,7 +306,6 @@ def plan(
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
         mechanisms = list(mechanisms)
     rows = ladders(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
-    heads = q.shape[1]
     fixed = any(ladder.given is not None and ladder.given.heads is not None for ladder in rows)
     study = _Study(
         *fewer_heads(q, k, v, length=length, keep_all=fixed),
@@ -307,16 +326,14 @@ def plan(
         if found is not None:
             choices.append(found)
         told(ladder.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
-    good = [choice for choice in choices if choice.meets(study.target)]
-    rest = [choice for choice in choices if not choice.meets(study.target)]
-    *good, exact = _timed([*good, Choice("softmax", {})], study, heads, length, is_causal)
-    told("times", steps, steps)
-    return Plan(
-        choices=tuple(sorted([*good, exact], key=lambda c: c.seconds)) + tuple(sorted(rest, key=lambda c: c.error)),
-        exact=exact,
+    told("timing what meets the target" if times else "times are left out", steps, steps)
+    answer = Plan(
+        choices=tuple(choices),
+        exact=Choice("softmax", {}),
         target_error=target_error,
         length=length,
-        heads=heads,
+        heads=q.shape[1],
+        head_dim=q.shape[-1],
         time_budget=time_budget,
         is_causal=is_causal,
         uniform=study.uniform,
@@ -325,8 +342,8 @@ def plan(
         heads_measured=some,
         rows=study.piece.count.shape[2],
         stretches=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
-        seconds=time.perf_counter() - began,
     )
+    return replace(timed(answer) if times else answer, seconds=time.perf_counter() - began)
 
 
 def _expected(study: _Study, rows: list[Ladder]) -> float:

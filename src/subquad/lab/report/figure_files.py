@@ -13,7 +13,7 @@ from subquad.files import replacing
 from .figure import Figure, Line
 from .style import style_of
 
-__all__ = ["draw_pictures"]
+__all__ = ["write_figures"]
 
 _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "triangle-down": "v", "star": "*",
             "pentagon": "p", "hexagon": "h", "x": "x", "line-ew": ""}  # fmt: skip
@@ -30,10 +30,11 @@ def _curve(axes: Any, line: Line, points: bool) -> Any:
     style = style_of(line.key)
     marker = style["symbol"].removesuffix("-open")
     hollow = style["symbol"].endswith("-open")
+    dash = "dash" if line.flat and style["dash"] == "solid" else style["dash"]
     y = [math.nan if value is None else value for value in line.y]
     (drawn,) = axes.plot(
         line.x, y, label=line.label, color=style["light"], lw=0 if points else 2.2 if line.key == "softmax" else 1.4,
-        ls=_DASHES[style["dash"]], marker="" if line.flat else _MARKERS.get(marker, "o"), ms=6 if points else 3.6,
+        ls=_DASHES[dash], marker="" if line.flat else _MARKERS.get(marker, "o"), ms=6 if points else 3.6,
         mfc="none" if hollow else style["light"],
     )  # fmt: skip
     return drawn
@@ -58,7 +59,7 @@ def _panels(figure: Figure) -> list[tuple[str, dict[str, str]]]:
     return [(words, {**figure.start, first.name: value}) for value, words in first.options[:MOST_PANELS]]
 
 
-def draw_pictures(figures: Sequence[Figure], folder: Path) -> list[str]:
+def write_figures(figures: Sequence[Figure], folder: Path) -> list[str]:
     """Write each figure that has a line as NAME.png and NAME.svg; returns the names."""
     # Not pyplot: it keeps a global list of figures and looks for a screen.
     from matplotlib import rc_context
