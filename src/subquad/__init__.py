@@ -1,4 +1,4 @@
-"""Linear-time attention for PyTorch that says how wrong it is.
+"""Sub-quadratic attention for PyTorch that says how wrong it is.
 
 >>> import torch, subquad as sq
 >>> attn = sq.create("performer", head_dim=64, num_features=256, seed=0)
@@ -40,14 +40,14 @@ __all__ = [
     "predict_error",
 ]
 
-# Rooms that need extras or time to load: imported on first use.
-_ROOMS = ("hf", "lab", "nn", "parallel")
+# Packages that need extras or time to load: imported on first use.
+_PACKAGES = ("hf", "lab", "nn", "parallel")
 # Functions that most programs never call: their modules are imported on first use.
 _LATER = {"plan": "planning.choice", "predict_error": "planning.prediction"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
         return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
@@ -55,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS])
+    return sorted([*__all__, *_PACKAGES])
