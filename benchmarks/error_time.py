@@ -140,10 +140,11 @@ def draw(record: dict[str, Any], file: Path) -> None:
     figure, axes = plt.subplots(
         len(lengths), 2, figsize=(9.6, 0.8 + 3.3 * len(lengths)), squeeze=False, sharex=True, sharey=True
     )
-    colours = plt.get_cmap("tab20").colors
     shown = [line for line in LINES if line != "softmax"]
+    # Two shades of each hue, red left out for the thick line.
+    hues = [plt.get_cmap("tab20").colors[2 * i + shade] for shade in (0, 1) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)]
     style = {
-        line: {"color": colours[2 * i % 20 + (i >= 10)], "marker": "osD^vP*X"[i % 8], "markersize": 5, "linewidth": 1.2}
+        line: {"color": hues[i], "marker": "osD^vP*X"[i % 8], "markersize": 5, "linewidth": 1.2}
         for i, line in enumerate(shown)
     }
     style["multipole"] |= {"color": "crimson", "linewidth": 2.4, "markersize": 7, "zorder": 5}
@@ -161,7 +162,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
             handles["mean of the values (no attention)"] = axis.axhline(mean, color="black", linestyle=":", linewidth=1)
             handles["time of torch's softmax attention"] = axis.axvline(1, color="black", linewidth=1)
             axis.set(
-                xscale="log", yscale="log", ylim=(5e-4, 2), title=f"{length} tokens, {'causal' if causal else 'full'}"
+                xscale="log", yscale="log", ylim=(2e-4, 2), title=f"{length} tokens, {'causal' if causal else 'full'}"
             )
             axis.grid(which="major", alpha=0.25)
             axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
