@@ -43,7 +43,7 @@ def _yes(value: bool) -> str:
 
 def _code(text: str) -> str:
     """Code for a cell of a table: a vertical bar would end the cell, and backticks know no escape for it."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    return f"<code>{html.escape(text.replace('`', '')).replace('|', '&#124;')}</code>"
 
 
 def _paper(name: str) -> str:
