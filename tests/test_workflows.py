@@ -1,4 +1,4 @@
-"""Workflows and templates, which only the host of the repository runs: here they are parsed, and what they name exists."""
+"""Workflows and templates, which only the host of the repository runs: parsed here, and what they name exists."""
 
 import re
 from pathlib import Path
