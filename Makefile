@@ -30,7 +30,8 @@ $(STAMP): pyproject.toml constraints.txt src/subquad/_version.py
 
 # The native kernels, straight into the package that the editable install points at. Where they cannot be built, the
 # package works without them, unless SUBQUAD_REQUIRE_NATIVE is set. Old libraries go first: none is better than a stale one.
-$(BUILT): $(STAMP) $(CSRC)
+# They do not depend on Python packages: another pyproject.toml compiles nothing again.
+$(BUILT): $(CSRC) | $(STAMP)
 	@mkdir -p build
 	@rm -f src/subquad/kernels/native/*.so src/subquad/kernels/native/*.dylib
 	@export PATH="$(abspath $(BIN)):$$PATH"; \

@@ -26,16 +26,16 @@ LENGTHS = (512, 2048, 8192)
 Layer = tuple[Tensor, Tensor, Tensor]
 
 
-def captured(folder: Path, text: Path, length: int) -> list[Layer]:
-    """q, k, v (1, H, L, D) of every layer on the first tokens of the text."""
+def captured(folder: Path, text: Path, length: int, skip: int = 0) -> list[Layer]:
+    """q, k, v (1, H, L, D) of every layer on the tokens of the text from `skip` on."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     model = AutoModel.from_pretrained(str(folder), local_files_only=True, attn_implementation="sdpa").eval()
-    words = text.read_text(encoding="utf-8", errors="ignore")[: 12 * length]
-    ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][:length]
+    words = text.read_text(encoding="utf-8", errors="ignore")[: 12 * (skip + length)]
+    ids = tokenizer(words, truncation=False, verbose=False)["input_ids"][skip : skip + length]
     if len(ids) < length:
-        raise SystemExit(f"--text {text}: {len(ids)} tokens, {length} are needed")
+        raise SystemExit(f"--text {text}: {skip + len(ids)} tokens, {skip + length} are needed")
     found: list[Layer] = []
     real = F.scaled_dot_product_attention
 

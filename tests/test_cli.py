@@ -1,11 +1,13 @@
-"""The command line as a user meets it: a process, its output, its exit status."""
+"""The command line as a user meets it: its output and its exit status, some of it as a process of its own."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +22,24 @@ def run(*arguments: str, before: str = "") -> "subprocess.CompletedProcess[str]"
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+class Said(NamedTuple):
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """said(*arguments): the command in this process, which has torch loaded; starting another one takes seconds."""
+
+    def of(*arguments: str) -> Said:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments])
+        return Said(ended.value.code, *capsys.readouterr())
+
+    return of
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_it_names_the_extra_and_exits_2(missing: str) -> None:
     done = run("mechanisms", before=f"sys.modules[{missing!r}] = None")
@@ -28,8 +48,8 @@ def test_without_the_extra_it_names_the_extra_and_exits_2(missing: str) -> None:
     assert done.stdout == ""
 
 
-def test_version() -> None:
-    assert run("--version").stdout.strip() == subquad.__version__
+def test_version(said: Callable[..., Said]) -> None:
+    assert said("--version").stdout.strip() == subquad.__version__
 
 
 def test_mechanisms_lists_every_one() -> None:
@@ -39,14 +59,16 @@ def test_mechanisms_lists_every_one() -> None:
     assert set(subquad.list_mechanisms()) <= first_words
 
 
-def test_mechanisms_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mechanisms_fits_a_narrow_terminal(said: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    assert 50 < max(map(len, run("mechanisms").stdout.splitlines())) <= 60
+    assert 50 < max(map(len, said("mechanisms").stdout.splitlines())) <= 60
 
 
-def test_help_breaks_its_lines_where_the_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_breaks_its_lines_where_the_terminal_ends(
+    said: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    lines = [line.strip() for line in run("plan", "--help").stdout.splitlines()]
+    lines = [line.strip() for line in said("plan", "--help").stdout.splitlines()]
     assert "whole model would take at that length" in " ".join(lines)
     assert "model would take" not in lines, "a line of the source became a line of the page"
 
@@ -54,9 +76,9 @@ def test_help_breaks_its_lines_where_the_terminal_ends(monkeypatch: pytest.Monke
 BENCH = ("bench", "linear", "--heads", "2", "--head-dim", "8", "--runs", "2", "--threads", "1")
 
 
-def test_bench_prints_a_table_and_writes_every_number(tmp_path: Path) -> None:
+def test_bench_prints_a_table_and_writes_every_number(said: Callable[..., Said], tmp_path: Path) -> None:
     target = tmp_path / "new" / "bench.json"
-    done = run(*BENCH, "--lengths", "32,16", "--json", str(target))
+    done = said(*BENCH, "--lengths", "32,16", "--json", str(target))
     assert done.returncode == 0, done.stderr
     assert "L=16 ms" in done.stdout
     assert "uniform" in done.stdout
@@ -133,8 +155,10 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_measured(
         (("no-such-command",), "no-such-command"),
     ],
 )
-def test_wrong_arguments_exit_2_and_say_what_is_expected(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
+def test_wrong_arguments_exit_2_and_say_what_is_expected(
+    said: Callable[..., Said], arguments: tuple[str, ...], message: str
+) -> None:
+    done = said(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

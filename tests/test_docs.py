@@ -1,5 +1,6 @@
 """The pages build without warnings: every link leads somewhere, every name in the reference exists."""
 
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,8 @@ def test_the_site_builds_strictly_and_asks_no_other_host(tmp_path: Path) -> None
 
 
 def test_every_mechanism_has_a_page_and_a_picture() -> None:
+    measured = json.loads((ROOT / "docs" / "data" / "error-time.json").read_text(encoding="utf-8"))["points"]
+    assert {point["mechanism"] for point in measured} == {*sq.list_mechanisms(), "uniform"}
     for name in sq.list_mechanisms():
         assert (ROOT / "docs" / "mechanisms" / f"{name}.md").is_file(), name
         assert (ROOT / "docs" / "figures" / f"{name}.svg").is_file(), name

@@ -94,7 +94,7 @@ def test_the_version_has_one_source() -> None:
     assert importlib.metadata.version("subquad") == subquad.__version__
     stated = re.findall(r"^__version__ = \"(.+)\"$", (ROOT / "src/subquad/_version.py").read_text(), flags=re.MULTILINE)
     assert stated == [subquad.__version__]
-    assert f"version: {subquad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {subquad.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_installing_pulls_torch_only() -> None:
@@ -134,8 +134,18 @@ def test_the_sdist_holds_files_of_the_repository_only(tmp_path: Path) -> None:
     tracked += subprocess.run(new, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
         found = {one.name.split("/", 1)[1] for one in archive.getmembers() if one.isfile() or one.issym()}
+        described = archive.extractfile(f"subquad-{subquad.__version__}/PKG-INFO")
+        assert described is not None
+        page = described.read().decode()
     assert found - set(tracked) == {"PKG-INFO"}
     assert not any(name.startswith((".ci", ".github", ".coverage")) for name in found)
+    # The description that an index shows: relative links lead nowhere there, and what they lead to must exist.
+    (source,) = re.findall(r"^Project-URL: Source, (.+)$", page, flags=re.MULTILINE)
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    own = [link.removeprefix(f"{source}/") for link in links if link.startswith(source)]
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert f"raw/v{subquad.__version__}/docs/figures/error-time.svg" in own
+    assert [link for link in own if not (ROOT / link.split("/", 2)[2]).exists()] == []
 
 
 @pytest.mark.deep

@@ -15,6 +15,25 @@ from typing import Any
 import subquad as sq
 
 DOCS = Path(__file__).parent.parent
+# Numbers of the papers on arxiv.org, in the order in which `paper` names them.
+PAPERS: dict[str, tuple[str, ...]] = {
+    "clustered": ("2007.04825",),
+    "efficient": ("1812.01243",),
+    "hedgehog": ("2402.04347",),
+    "hybrid": ("2402.18668", "2309.17453"),
+    "improved-clustered": ("2007.04825",),
+    "linear": ("2006.16236",),
+    "linformer": ("2006.04768",),
+    "local": ("2004.05150",),
+    "lsh": ("2001.04451",),
+    "multipole": ("2007.04825", "2506.13059"),
+    "nystrom": ("2102.03902",),
+    "performer": ("2009.14794",),
+    "separable-linformer": ("2101.10277",),
+    "softmax": ("1706.03762",),
+    "sparse": ("1904.10509",),
+    "taylor": ("2402.18668",),
+}
 MARK = re.compile(r"^\{\{ (facts|measured|catalogue|contributing) ?(.*?) ?\}\}$", re.MULTILINE)
 
 
@@ -24,7 +43,20 @@ def _yes(value: bool) -> str:
 
 def _code(text: str) -> str:
     """Code for a cell of a table: a vertical bar would end the cell, and backticks know no escape for it."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+    return f"<code>{html.escape(text.replace('`', '')).replace('|', '&#124;')}</code>"
+
+
+def _paper(name: str) -> str:
+    """The paper as `sq.describe` names it, its title (or titles) linked.
+
+    >>> _paper("linear")
+    'Katharopoulos et al., ["Transformers are RNNs"](https://arxiv.org/abs/2006.16236), 2020'
+    """
+    text: str = sq.describe(name)["paper"]
+    titles = re.findall(r'"[^"]+"', text)
+    for title, number in zip(titles, PAPERS[name], strict=True):
+        text = text.replace(title, f"[{title}](https://arxiv.org/abs/{number})")
+    return text
 
 
 def _facts(name: str) -> str:
@@ -32,7 +64,7 @@ def _facts(name: str) -> str:
     options = ", ".join(f"`{option}={value!r}`" for option, value in about["options"].items()) or "none"
     rows = [
         ("weights", _code(about["equation"])),
-        ("paper", about["paper"]),
+        ("paper", _paper(name)),
         ("cost", _code(about["complexity"])),
         ("causal", _yes(about["causal"])),
         (
@@ -74,7 +106,7 @@ def _catalogue() -> str:
         about = sq.describe(name)
         state = _yes(about["constant_memory"])
         weights = _code(about["equation"])
-        lines.append(f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | {weights} | {about['paper']} |")
+        lines.append(f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | {weights} | {_paper(name)} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Linear-time attention for PyTorch that says how wrong it is.
+"""Sub-quadratic attention for PyTorch that says how wrong it is.
 
 >>> import torch, subquad as sq
 >>> attn = sq.create("performer", head_dim=64, num_features=256, seed=0)

@@ -1,5 +1,10 @@
-"""Runs a function in several processes that form a gloo group; each process checks, and any failure is the test's."""
+"""Runs a function in several processes that form a gloo group; each process checks, and any failure is the test's.
 
+Where the system can, processes are forked from one that has imported torch and the library already: importing them
+takes seconds, and more than twenty processes are started here.
+"""
+
+import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +27,17 @@ def _process(rank: int, world: int, file: str, function: Callable[..., None], ar
 
 
 Processes = Callable[..., None]
+# DistributedDataParallel loads torch's compiler, and a first collective sympy.
+PRELOADED = ["pytest", "sympy", "torch._dynamo", "torch.nn.parallel", "subquad.nn", "subquad.parallel"]
+METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 @pytest.fixture
 def processes(tmp_path: Path) -> Processes:
+    multiprocessing.set_forkserver_preload(PRELOADED)
+
     def run(world: int, function: Callable[..., None], *arguments: Any) -> None:
-        mp.spawn(_process, (world, str(tmp_path / "store"), function, arguments), world)
+        given = (world, str(tmp_path / "store"), function, arguments)
+        mp.start_processes(_process, given, world, start_method=METHOD)
 
     return run

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +25,14 @@ def main_done(arguments: list[str]) -> None:
     assert ended.value.code == 0
 
 
-MAIN = "from subquad.cli import main; main()"
-
-
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", MAIN, "train", *arguments], capture_output=True, text=True, check=False
-    )
-
-
 def test_train_writes_every_number_and_refuses_to_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "run")
     command = ["copy", "--set", "length=4", "--steps", "4", "--batch", "4", "--mechanism", "performer", "--option",
                "num_features=8", "--dim", "16", "--model", "dropout=0.1", "--log-every", "2", "--out", out]  # fmt: skip
-    done = run(*command)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("finished at step 4: loss ")
-    assert "[2/4] loss" in done.stderr
+    main_done(command)
+    said = capsys.readouterr()
+    assert said.out.startswith("finished at step 4: loss ")
+    assert "[2/4] loss" in said.err
     data = json.loads((tmp_path / "run/run.json").read_text())
     assert data["model"]["mechanism"] == {"mechanism": "performer", "num_features": 8}
     assert data["model"]["dropout"] == 0.1
