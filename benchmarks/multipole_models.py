@@ -1,6 +1,6 @@
 """Multipole attention on decoders and on random inputs: errors that are kept, and fine-tuning.
 
-    python benchmarks/multipole_models.py --stories DIR --story-ids FILE [--iglm DIR] [--only errors,tuning] [--json FILE]
+    python benchmarks/multipole_models.py --stories DIR --story-ids FILE [--iglm DIR] [--only errors,tuning]
 
 DIR are causal models of `transformers`: a Llama on stories with their token ids (a JSON list of lists), and a GPT-2 on
 antibodies, which samples its own input. Both read at most 512 tokens, where the default chunk of 512 keys would make
@@ -113,7 +113,7 @@ def kept_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def tuning(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Loss of the same steps on the same stories, exact and with multipole attention; the last stories for validation."""
+    """Loss of the same steps on the same stories, exact and with multipole attention; the last ones for validation."""
     rows = story_rows(args.story_ids, 256)
     train, unseen = torch.tensor(rows[:-12]), torch.tensor(rows[-12:])
     model = decoder(args.stories)
