@@ -10,9 +10,16 @@
 namespace SQ_NS {
 
 SQ_INLINE long padded(long n, long to) { return (n + to - 1) / to * to; }
+
 // Matrices that products run over have their columns in panels of PC, one after the other: [columns / PC][rows][PC]. A
 // product reads a panel from one end to the other.
 constexpr long PC = NV * VL;
+// A row stride of whole panels, an odd number of them (or of cache lines): a column then does not fall into a few cache sets
+// only.
+SQ_INLINE long odd_lines(long n) {
+  const long unit = PC > 16 ? PC : 16, whole = padded(n, unit);
+  return whole / unit % 2 ? whole : whole + unit;
+}
 SQ_INLINE float* panel_entry(float* x, long rows, long row, long column) {
   return x + (column / PC * rows + row) * PC + column % PC;
 }
