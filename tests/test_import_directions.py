@@ -8,7 +8,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 SOURCE = REPOSITORY / "src" / "subquad"
-CORE = {"checks", "files", "plain_text", "state", "features", "kernels", "mechanisms"}
+CORE = {"checks", "files", "plain_text", "state", "rollback", "features", "kernels", "mechanisms"}
 # Packages by what they may import besides themselves, as CONTRIBUTING.md has it.
 MAY_IMPORT = {
     "checks": set(),
@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "plain_text": set(),
     "features": {"checks"},
     "state": {"checks", "features"},
+    "rollback": {"checks", "state"},
     "kernels": {"checks", "state", "features"},
     "mechanisms": CORE,
     "planning": CORE,

@@ -143,7 +143,7 @@ def _unflatten(leaves: Any, context: Any) -> Checkpoints:
     given = iter(leaves)
     state, *parts = [next(given) if one else None for one in there]
     marks, tokens = parts[: len(places)], iter(parts[len(places) :])
-    pieces = tuple(zip(tokens, tokens, tokens, strict=True))
+    pieces: Any = tuple(zip(tokens, tokens, tokens, strict=True))  # k, v, mask of each call
     return Checkpoints(every, state, length, tuple(zip(places, marks, strict=True)), pieces, again)
 
 

@@ -207,11 +207,8 @@ class Multipole(Mechanism):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         if self.constant_memory:
-            with full_precision(q):
-                out, memory = self._remembered(q if is_causal else None, k, v, None, call)
-                if out is None:
-                    out = constant.read(self._bounded(call)[0], memory, call.scale * q.to(memory.k.dtype))
-            return out.to(v.dtype)
+            out, state = self._constant(q if is_causal else None, k, v, None, call)
+            return self._read(q, state, call).to(v.dtype) if out is None else out
         return self._computed(self._spec(causal=is_causal), call, q, k, v)
 
     def _computed(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -48,21 +48,21 @@ class Far(NamedTuple):
 class Memory(NamedTuple):
     """What remains of a sequence: clusters, and the keys after the last absorbed chunk in order of rank.
 
-    count: (B,) int64 real keys so far;  k (B, H, chunk, D), v (B, H, chunk, E): `held` of them are there, the rest is 0
+    total: (B,) int64 real keys so far;  k (B, H, chunk, D), v (B, H, chunk, E): `held` of them are there, the rest is 0
     """
 
-    count: Tensor
+    total: Tensor
     k: Tensor
     v: Tensor
     far: Far
 
     def absorbed(self) -> Tensor:
         """(B,): chunks that are clusters. A full chunk becomes one when the next key comes."""
-        return (self.count - 1).clamp(min=0) // self.k.shape[2]
+        return (self.total - 1).clamp(min=0) // self.k.shape[2]
 
     def held(self) -> Tensor:
         """(B,): keys that are held one by one, 0 to chunk."""
-        return self.count - self.absorbed() * self.k.shape[2]
+        return self.total - self.absorbed() * self.k.shape[2]
 
 
 def empty(bounded: Bounded, k: Tensor, v: Tensor) -> Memory:
@@ -199,7 +199,7 @@ def extend(
         far = Far(*(_where(full, x, y) for x, y in zip(grown, far, strict=True)))
     rest = [torch.nn.functional.pad(x[:, :, chunk:], (0, 0, 0, chunk - k.shape[2])) for x in (keys, values)]
     after = Memory(
-        memory.count + new,
+        memory.total + new,
         _where(full, rest[0], keys[:, :, :chunk]),
         _where(full, rest[1], values[:, :, :chunk]),
         far,

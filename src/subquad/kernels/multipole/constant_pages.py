@@ -80,14 +80,9 @@ class ConstantPages(Pages):
         there = (torch.arange(self.tail.room) < held[:, None])[:, None, :, None]
         parts = (self.tail.keys[..., : self.dim], self.tail.values[..., : self.width])
         k, v = (
-            torch.nn.functional.pad(x.masked_fill(~there, 0.0), (0, 0, 0, self.bounded_chunk() - x.shape[2]))
-            for x in parts
+            torch.nn.functional.pad(x.masked_fill(~there, 0.0), (0, 0, 0, self.spec.chunk - x.shape[2])) for x in parts
         )
         return {"count": torch.tensor(self.counts()), "k": k, "v": v, **self.far._asdict()}
-
-    def bounded_chunk(self) -> int:
-        """Keys of a chunk."""
-        return self.spec.chunk
 
 
 def begin_constant(bounded: Bounded, call: Call, k: Tensor, v: Tensor, memory: Memory | None = None) -> ConstantPages:

@@ -52,7 +52,8 @@ class _Paged:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.pages is not None:  # never changed for whoever holds it
             return self
-        return type(self)(*(deepcopy(getattr(self, x), memo) for x in self.tensors()), self.origin)
+        made: Any = type(self)
+        return made(*(deepcopy(getattr(self, x), memo) for x in self.tensors()), self.origin)
 
     @property
     def pages(self) -> Any:
@@ -151,7 +152,7 @@ class ConstantState(_Paged):
     @staticmethod
     def from_memory(memory: Memory, origin: str) -> ConstantState:
         """The state that holds `memory`."""
-        return ConstantState(memory.count, memory.k, memory.v, *memory.far, origin)
+        return ConstantState(memory.total, memory.k, memory.v, *memory.far, origin)
 
     def memory(self) -> Memory:
         """Its tensors."""
