@@ -138,7 +138,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
     points = [Point(**row) for row in record["points"]]
     lengths = sorted({point.length for point in points})
     figure, axes = plt.subplots(
-        len(lengths), 2, figsize=(9.6, 0.8 + 3.3 * len(lengths)), squeeze=False, sharex=True, sharey=True
+        len(lengths), 2, figsize=(9.6, 0.8 + 2.5 * len(lengths)), squeeze=False, sharex=True, sharey=True
     )
     shown = [line for line in LINES if line != "softmax"]
     # Two shades of each hue, red left out for the thick line.

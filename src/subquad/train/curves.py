@@ -163,13 +163,12 @@ def draw_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
     work on the machine; `result["baselines"]`, the metric by name, are levels to compare with.
     """
     figure = _figure(result)
-    paths = [folder / "curves.png", folder / "curves.svg"]
-    for path in paths:
-        with replacing(path) as draft:
-            figure.savefig(draft, dpi=120, format=path.suffix[1:])
+    picture, vectors, page = (folder / name for name in ("curves.png", "curves.svg", "index.html"))
+    with replacing(picture) as draft:
+        figure.savefig(draft, dpi=120, format="png")
     drawing = io.StringIO()
     figure.savefig(drawing, format="svg")
     text = drawing.getvalue()
-    page = folder / "index.html"
+    write_text(vectors, text)
     write_text(page, _page(result, text[text.index("<svg") :]))
-    return [*paths, page]
+    return [picture, vectors, page]

@@ -147,7 +147,8 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
     """By length first: if the time runs out, the longest lengths are what is missing."""
     found = []
     # At every other length and the last: between two of them a time is interpolated, beyond them there is none.
-    extra = [tried.label for tried in candidates(settings) if tried.timed_as == tried.label]
+    others = [tried.label for tried in candidates(settings) if tried.timed_as == tried.label]
+    extra = [label for label in others if label not in settings.names]
     ends = {*settings.lengths[::2], settings.lengths[-1]}
     for length in settings.lengths:
         for words, (kind, causal) in FORMS.items():
