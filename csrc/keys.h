@@ -24,13 +24,6 @@ SQ_INLINE float* panel_entry(float* x, long rows, long row, long column) {
   return x + (column / PC * rows + row) * PC + column % PC;
 }
 
-// A row stride for n columns in whole panels, an odd number of cache lines: a column then does not fall into a few cache
-// sets only.
-SQ_INLINE long odd_lines(long n) {
-  const long whole = padded(n, PC > 16 ? PC : 16);
-  return whole + (whole / 16 % 2 ? 0 : 16);
-}
-
 // scores[rows][lds] = a[rows][lda] x, with x (dim, columns) in panels; whole panels are written.
 static void times_panels(long rows, long columns, long dim, const float* a, long lda, const float* x, float* scores,
                          long lds) {
