@@ -59,7 +59,8 @@ def assign(spec: Spec, call: Call, q: Tensor) -> Tensor:
     """The cluster of every query (B, Hq, L); 0 where it is masked."""
     asked = None if call.query_mask is None else call.query_mask.repeat_interleave(q.shape[1], 0)
     found = cluster(q.flatten(0, 1), asked, spec.draw, clustering=spec.clustering, iterations=spec.iterations)
-    return (found if asked is None else found * asked).unflatten(0, q.shape[:2])
+    rows: Tensor = (found if asked is None else found * asked).unflatten(0, q.shape[:2])
+    return rows
 
 
 def centroid_scores(spec: Spec, call: Call, q: Tensor, k: Tensor, assigned: Tensor) -> Tensor:

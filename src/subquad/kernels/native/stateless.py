@@ -165,10 +165,12 @@ class Operator:
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         transformed = torch._C._are_functorch_transforms_active()
         if not transformed and any(tracing(x) for x in (q, k, v)):
-            return self._forward(q, k, v, batched, shared, whole, real, wanted)[0].to(v.dtype)
+            traced: Tensor = self._forward(q, k, v, batched, shared, whole, real, wanted)[0]
+            return traced.to(v.dtype)
         if transformed or wanted:
             sizes = len(batched), len(shared)
-            return self._function.apply(sizes, whole, real, q, k, v, *batched, *shared)[0].to(v.dtype)
+            out: Tensor = self._function.apply(sizes, whole, real, q, k, v, *batched, *shared)[0]
+            return out.to(v.dtype)
         return self.call_forward(q, k, v, batched, shared, whole, real, False)[0]
 
 
