@@ -351,6 +351,6 @@ class StateCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all tensors of all states and layers."""
         states = [x.state if isinstance(x, StateLayer) else (x.keys, x.values) for x in self.layers]
-        own = [x.nbytes for x in states if hasattr(x, "nbytes")]  # states that know it without copying their pages
+        own = [int(x.nbytes) for x in states if hasattr(x, "nbytes")]  # states that know it without copying their pages
         kept = [self._rest, *(x for x in states if not hasattr(x, "nbytes"))]
         return int(sum(own) + sum(x.nbytes for x in pytree.tree_leaves(kept) if isinstance(x, Tensor)))

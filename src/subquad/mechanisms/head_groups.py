@@ -182,6 +182,7 @@ class HeadGroups(Mechanism):
         parts = list(self.parts())
         self.signed = any(part.signed for part in parts)
         self.cross = all(part.cross for part in parts)
+        self.merges = all(part.merges for part in parts)
         self.leaks_by_selection = any(part.leaks_by_selection for part in parts)
         # Facts of a class elsewhere; here of what was put together.
         for fact, value in (
