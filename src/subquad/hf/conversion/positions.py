@@ -75,5 +75,5 @@ def take_learned_positions(model: nn.Module) -> InterpolatedEmbedding | None:
     table = next((m for m in model.modules() if isinstance(m, InterpolatedEmbedding)), None)
     if table is not None:
         table.__class__ = nn.Embedding  # type: ignore[assignment]
-        model.config.__dict__.pop("subquad_positions", None)  # type: ignore[union-attr]
+        model.config.__dict__.pop("subquad_positions", None)
     return table
