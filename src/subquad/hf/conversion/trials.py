@@ -33,7 +33,7 @@ TOKENS = " of tokens"
 @dataclass(frozen=True)
 class Trial:
     """One way of running a model: its inputs, in how many tokens at a time where it goes through the cache ((0,): as
-    `generate` does; (-1,): all at once), and masks (B, L) of the tokens that it made of its inputs."""
+    `generate` does), and masks (B, L) of the tokens that it made of its inputs."""
 
     name: str
     inputs: Any
@@ -174,13 +174,7 @@ def _through_cache(model: nn.Module, batch: Mapping[str, Any]) -> list[Trial]:
     length = tokens.shape[1]
     steps = (length - 4, 1, 2, 1) if length >= 6 else (length - 1, 1)
     text = {name: x for name, x in batch.items() if name in _TEXT}
-    ways = [
-        ("a cache", batch, steps),
-        ("generation", batch, (0,)),
-        ("generation", text, (0,)),
-        ("a cache", batch, (-1,)),
-    ]
-    for trial in (Trial(*way) for way in ways):
+    for trial in (Trial("a cache", batch, steps), Trial("generation", batch, (0,)), Trial("generation", text, (0,))):
         try:
             found = run_trial(model, trial)
         except Exception:
@@ -230,8 +224,6 @@ def run_trial(model: nn.Module, trial: Trial) -> dict[str, Tensor]:
             return dict(_real(name, x, (mask, *trial.masks)) for name, x in _tensors(run(model, trial.inputs)))
         if trial.steps == (0,):
             return _by_generating(model, trial)
-        if trial.steps == (-1,):
-            return dict(_tensors(run(model, {**trial.inputs, "use_cache": True})))
         return _in_steps(model, trial, mask)
 
 
