@@ -178,7 +178,7 @@ def convert(
             if held:
                 values["distilled"] = score(kind, converted, held, **settings)
         if held:
-            record["quality"] = {"figure": kind, **values}
+            record["quality"] = {"score": kind, **values}
             print(f"\n{kind} ({KINDS[kind]})")
             for name, value in values.items():
                 print(f"  {name:<12} {value:.4f}")

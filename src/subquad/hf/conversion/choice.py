@@ -15,7 +15,7 @@ from ...features.calibration import Calibration
 from ...mechanisms import Mechanism
 from ...mechanisms.head_groups import HeadGroups
 from ...mechanisms.softmax import Softmax
-from ...nn.choice import make_mechanism, per_layer
+from ...nn.layer_mechanisms import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
 from .layers import AttentionLayer
 

@@ -89,7 +89,7 @@ def quick(settings: Settings) -> Settings:
     longest = max(settings.lengths)
     return dataclasses.replace(
         settings,
-        seconds=min(settings.seconds, 30.0),
+        seconds=min(settings.seconds, 32.0),
         lengths=tuple(n for n in settings.lengths if n <= 4096) or settings.lengths[:1],
         longest_training=min(settings.longest_training, 1024),
         runs=2,
