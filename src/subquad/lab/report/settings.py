@@ -89,11 +89,11 @@ def quick(settings: Settings) -> Settings:
     longest = max(settings.lengths)
     return dataclasses.replace(
         settings,
-        seconds=min(settings.seconds, 32.0),
+        seconds=min(settings.seconds, 30.0),
         lengths=tuple(n for n in settings.lengths if n <= 4096) or settings.lengths[:1],
         longest_training=min(settings.longest_training, 1024),
         runs=2,
-        memory_lengths=(min(4096, longest),),
+        memory_lengths=(min(2048, longest),),
         contexts=tuple(n for n in settings.contexts if n <= 16384) or settings.contexts[:1],
         error_features=(32, 128, 512),
         error_draws=2,
