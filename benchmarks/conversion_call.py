@@ -42,7 +42,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, 
 import subquad as sq
 from subquad.hf.plan.automatic import output_error, outputs
 from subquad.lab import interleave
-from subquad.lab.quality import embeddings, figure
+from subquad.lab.quality import embeddings, score
 
 SECTIONS = ("texts", "sentences", "stories", "antibodies", "reactions", "speed")
 
@@ -125,11 +125,11 @@ def antibodies(study: Study, arguments: argparse.Namespace) -> None:
 
 
 def language(study: Study, model: nn.Module, lessons: list[Any], unseen: list[Any]) -> None:
-    exact = figure("perplexity", model, unseen)
+    exact = score("perplexity", model, unseen)
     study.row("exact", perplexity=exact)
     for length in (None, 2048):
         student, report = made(model, lessons, length, study)
-        found = figure("perplexity", student, unseen)
+        found = score("perplexity", student, unseen)
         study.row(
             f"length={length}", perplexity=found, above_exact=found / exact - 1, layers=len(report.converted),
             verdict=report.verdict,

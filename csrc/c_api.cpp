@@ -1,11 +1,16 @@
 // The C interface that Python loads, and the choice of instruction set at run time.
 //
-// The widest set that both this build and this CPU have is taken; SUBQUAD_NATIVE_ISA=baseline|avx2|avx512 forces one.
+// The widest set that both this build and this CPU have is taken, but avx2 where 512 bits are computed in halves (Zen 4):
+// wider vectors then only waste more lanes. SUBQUAD_NATIVE_ISA=baseline|avx2|avx512 forces one.
 // Experimental, and only where they are named: avx512bf16 is avx512 with products of bfloat16 pairs, if they pass their
 // check on this CPU; bf16-emulated is baseline with the same products in float32 arithmetic.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#ifdef SQ_HAVE_X86
+#include <cpuid.h>
+#endif
 
 #include "call.h"
 #include "clustered/call.h"
@@ -47,6 +52,17 @@ struct Choice {
   char error[256] = "";
 };
 
+#ifdef SQ_HAVE_X86
+// Whether this CPU splits 512-bit operations into two of 256: AMD's family 19h, of which Zen 4 has them.
+bool in_halves() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return false;
+  if (ebx != signature_AMD_ebx || ecx != signature_AMD_ecx || edx != signature_AMD_edx) return false;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+  return (eax >> 8 & 15) + (eax >> 20 & 255) == 0x19;
+}
+#endif
+
 Choice choose() {
   Choice best;
   const char* wanted = std::getenv("SUBQUAD_NATIVE_ISA");
@@ -64,7 +80,7 @@ Choice choose() {
   offer("avx2", sq_avx2::set, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"));
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
-  offer("avx512", sq_avx512::set, wide);
+  if (wanted || !in_halves()) offer("avx512", sq_avx512::set, wide);
 #endif
 #ifdef SQ_HAVE_AVX512BF16
   if (wanted) offer("avx512bf16", sq_avx512::set, wide && __builtin_cpu_supports("avx512bf16"), &sq_avx512bf16::pair_kernels);
