@@ -18,7 +18,7 @@ from torch import Tensor
 
 import subquad
 from subquad import checks
-from subquad.lab.making import options_for
+from subquad.lab.calibrated import options_for
 from subquad.lab.measure import Timing, interleave, machine
 from subquad.lab.peak_memory import available_memory, peak_memories
 from subquad.lab.peers import Peer, installed_peers

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from subquad import checks
-from subquad.lab.making import options_for
+from subquad.lab.calibrated import options_for
 from subquad.mechanisms import MECHANISMS, create
 from subquad.mechanisms.base import Mechanism
 from subquad.plain_text import aligned, first_line

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import subquad
-from subquad.lab.making import made, options_for
+from subquad.lab.calibrated import made, options_for
 from subquad.planning.answer import setting_in_words
 from subquad.planning.candidates import CANDIDATES, with_seed
 

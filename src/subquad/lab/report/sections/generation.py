@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import subquad
-from subquad.lab.making import made
+from subquad.lab.calibrated import made
 from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
 from subquad.plain_text import first_line

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from subquad.lab.making import options_for
+from subquad.lab.calibrated import options_for
 from subquad.lab.peak_memory import peak_memories
 
 from ..figure import Figure, Line, only_measured

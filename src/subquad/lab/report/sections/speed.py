@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad.lab.making import INPUT_STD
+from subquad.lab.calibrated import INPUT_STD
 from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
 from subquad.plain_text import first_line

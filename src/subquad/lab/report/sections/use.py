@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from subquad.lab.making import options_for
+from subquad.lab.calibrated import options_for
 from subquad.mechanisms import Kernelised, create
 from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, least_tokens, with_seed
