@@ -1,6 +1,6 @@
 """Multipole attention on the queries, keys and values of a real model: error, time, kept errors, needles, gradients.
 
-    python benchmarks/multipole.py --model DIR --text FILE [--only table,errors,needles,gradients] [--json FILE]
+    python benchmarks/multipole.py --model DIR --text FILE [--only table,errors,needles,...] [--json FILE]
 
 DIR is a BERT-type encoder (its position embeddings are interpolated for longer inputs), FILE a text that nothing was
 tuned on. Times are the best of interleaved runs, with torch's fused attention in the same rounds; ratios are its time
@@ -21,6 +21,10 @@ from conversion_data import extended
 from torch import Tensor
 
 import subquad as sq
+from subquad.kernels.multipole import cluster
+from subquad.kernels.multipole.definition import statistics
+from subquad.kernels.operator import Call
+from subquad.lab.peak_memory import peak_memory
 
 LENGTHS = (512, 2048, 8192)
 Layer = tuple[Tensor, Tensor, Tensor]
@@ -183,6 +187,33 @@ def needles(trials: int, length: int = 32768, dim: int = 64) -> list[dict[str, A
     return rows
 
 
+def radii(layers: dict[int, list[Layer]]) -> list[dict[str, Any]]:
+    """Median of s |q| r per layer, r the distance of a cluster's farthest key: masses lie within e^(s |q| r)."""
+    rows = []
+    for length, found in layers.items():
+        spec = sq.create("multipole", found[0][0].shape[-1], seed=0)._spec()
+        for number, (q, k, v) in enumerate(found):
+            scale = q.shape[-1] ** -0.5
+            stats = statistics(spec, k, v, cluster(spec, Call(scale), k))
+            reach = float(scale * q.norm(dim=-1).median() * stats.radius[stats.size > 0].median())
+            rows.append({"length": length, "layer": number, "reach": reach})
+            print(f"{length:6} layer {number}: s |q| r = {reach:.1f}")
+    return rows
+
+
+def memory(lengths: list[int], heads: int, dim: int) -> list[dict[str, Any]]:
+    """Bytes beside inputs and output, one call each in a process of its own."""
+    rows = []
+    for length in (n for n in lengths if n >= 2048):
+        for name in ("softmax", "multipole"):
+            for backward in (False, True):
+                found = peak_memory(name, length, heads=heads, head_dim=dim, backward=backward)
+                rows.append({"length": length, "mechanism": name, "backward": backward, **found})
+                what = "forward + backward" if backward else "forward"
+                print(f"{length:6} {name:10} {what:18} {found['extra_bytes'] / 2**20:.0f} MiB")
+    return rows
+
+
 def gradients(layers: dict[int, list[Layer]], rounds: int) -> list[dict[str, Any]]:
     rows = []
     for length in (n for n in layers if n >= 2048):
@@ -219,7 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--only", default="table,larger,errors,needles,gradients")
+    parser.add_argument("--only", default="table,larger,errors,needles,gradients,radii,memory")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6)
@@ -234,6 +265,8 @@ def main() -> None:
         "errors": lambda: kept_errors(layers),
         "needles": lambda: needles(args.trials),
         "gradients": lambda: gradients(layers, args.rounds),
+        "radii": lambda: radii(layers),
+        "memory": lambda: memory(list(layers), *next(iter(layers.values()))[0][0].shape[1::2]),
     }
     results = {}
     with torch.no_grad():

@@ -18,6 +18,7 @@ from ..checkpointing import tracing
 from ..native import library
 from ..native.library import DTYPES, StridedTensor
 from ..native.operators import check_status, narrow, widen_all
+from ..native.stateless import refusal
 from ..operator import Backend, Call, differentiable_once
 from .definition import Choices, Inspection, Spec
 
@@ -358,15 +359,7 @@ class Native(Backend[Spec]):
     name = "native"
 
     def refusal(self, spec: Spec | None, call: Call, *tensors: Tensor) -> str:
-        missing = library.missing()
-        if missing:
-            return missing
-        for x in tensors:
-            if x.device.type != "cpu":
-                return f"the native kernels run on the CPU, got a tensor on {x.device}"
-            if x.dtype not in DTYPES:
-                return f"the native kernels take float32, bfloat16 and float16, got {x.dtype}"
-        return ""
+        return refusal(tensors)
 
     def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
         return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
