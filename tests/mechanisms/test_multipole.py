@@ -327,6 +327,8 @@ def test_nan_is_seen_and_reaches_no_earlier_query():
         ({"error": float("nan")}, "error must be between 0 and inf, got nan"),
         ({"radius": 2.0}, "radius must be between 0 and 1"),
         ({"cap": 100}, "cap must be between 0 and 40"),
+        ({"limit": 64}, "limit=64 is of memory='constant'"),
+        ({"sinks": 4}, "sinks=4 is of memory='constant'"),
     ],
 )
 def test_wrong_options_say_what_is_expected(options, message):

@@ -53,7 +53,7 @@ class Multipole(Mechanism):
     memory:     "all" keeps every key. "constant" keeps `limit` clusters in all, the first `sinks` keys and the query's
                 own chunk (when causal; else the keys in no complete chunk): nothing is evaluated key by key beside
                 these, and of more clusters the closest are merged
-    limit, sinks: see `memory`
+    limit, sinks: see `memory`; 256 and 4 unless given
     seed:       integer or torch.Generator; None takes one integer from torch's generator
 
     The result does not depend on batch, padding, threads or how a sequence is cut. `scan` keeps all keys, complete
@@ -102,8 +102,8 @@ class Multipole(Mechanism):
         radius: float = 0.5,
         iterations: int = 4,
         memory: str = "all",
-        limit: int = 256,
-        sinks: int = 4,
+        limit: int | None = None,
+        sinks: int | None = None,
         seed: int | torch.Generator | None = None,
     ) -> None:
         super().__init__(head_dim, heads, kv_heads)
@@ -124,8 +124,13 @@ class Multipole(Mechanism):
             if not 0 <= number <= most:
                 raise ValueError(f"{argument} must be between 0 and {most:g}, got {number}")
         checks.check_option("memory", memory, ("all", "constant"))
-        checks.check_positive("limit", limit)
-        checks.check_positive("sinks", sinks, 0)
+        if memory == "constant":
+            limit, sinks = 256 if limit is None else limit, 4 if sinks is None else sinks
+        for option, size, least in (("limit", limit, 1), ("sinks", sinks, 0)):
+            if size is not None:
+                checks.check_positive(option, size, least)
+                if memory == "all":
+                    raise ValueError(f"{option}={size} is of memory='constant'; with memory='all' every key is kept")
         if memory == "constant":
             for argument, given in (("exact_keys", exact_keys), ("error", error)):
                 if given is not None:
@@ -133,7 +138,7 @@ class Multipole(Mechanism):
                         f"{argument}={given} needs the keys of clustered chunks, which memory='constant' does not "
                         "keep; leave it out, or use memory='all'"
                     )
-            if sinks > chunk:
+            if sinks is not None and sinks > chunk:
                 raise ValueError(f"sinks={sinks} must be at most chunk={chunk}: they are of a sequence's first chunk")
         self.memory, self.limit, self.sinks = memory, limit, sinks
         self.constant_memory = memory == "constant"
@@ -167,6 +172,7 @@ class Multipole(Mechanism):
         if call.backend is not None:
             checks.check_option("backend", call.backend, ("chunked", "reference"))
         block = 1 if call.backend == "reference" else min(call.chunk_size or self.chunk, self.chunk)
+        assert self.limit is not None and self.sinks is not None  # of constant memory
         return constant.Bounded(self._spec(), self.limit, self.sinks), block
 
     def _remembered(

@@ -50,6 +50,7 @@ def _fill(
 ) -> None:
     call.clusters, call.iterations, call.sample, call.bits, call.topk, call.group_size = whole
     call.chosen, (call.scale,) = results[2].shape[3], real
+    call.given = call.dout.data is not None  # a backward takes the choices of its forward
     write_mask(call.key_mask, masks[0])
     write_mask(call.query_mask, masks[1])
     call.starts, call.matrix = (x.data_ptr() for x in draw)

@@ -75,7 +75,8 @@ class Operator:
     name:     the library has subquad_NAME_size, subquad_NAME_forward and subquad_NAME_backward
     kind:     its structure
     results:  (q, k, v, whole, keep) -> the tensors that a forward fills, out first; keep: a backward will follow
-    fill:     (call, batched, shared, whole, real, results) writes the rest of a call into its structure
+    fill:     (call, batched, shared, whole, real, results) writes the rest of a call into its structure; a backward has
+              its dout there already
 
     batched are tensors (B, ...) beside q, k, v, such as masks, shared ones have no batch axis; whole and real are lists
     of integers and of floats. None of them gets a gradient.
@@ -144,8 +145,6 @@ class Operator:
         grad = grad.contiguous()
         write_tensors(call, out=results[0], dout=grad, dq=dq, dk=dk, dv=dv)
         self.fill(call, batched, shared, whole, real, results)
-        if hasattr(call, "given"):
-            call.given = 1
         check_status(getattr(self.library(), f"subquad_{self.name}_backward")(ctypes.byref(call)))
         return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
