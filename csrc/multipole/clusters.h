@@ -223,8 +223,8 @@ static void pack_chunk(const SqMultipole& p, const Plan& plan, Clusters& c, long
     float* values = c.values + (chunk * p.chunk + member) * plan.lde;
     float* mean_value = c.mean_value + j * plan.lde;
     for (long i = 0; i < n; i++) {
-      memcpy(sorted + i * ldk, rows + order[member + i] * ldk, sizeof(float) * ldk);
-      memcpy(values + i * plan.lde, given + order[member + i] * plan.lde, sizeof(float) * plan.lde);
+      copy_row(sorted + i * ldk, rows + order[member + i] * ldk, ldk);
+      copy_row(values + i * plan.lde, given + order[member + i] * plan.lde, plan.lde);
     }
     for (long d = 0; d < ldk; d += VL) {
       // From the first member on: what is common to all does not take part in the rounding of the sum.

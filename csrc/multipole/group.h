@@ -117,8 +117,6 @@ static void load_queries(Group& k) {
   }
 }
 
-SQ_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
-
 // The most keys that query i evaluates. Where scores spread widely inside clusters, single keys are harder to tell.
 SQ_INLINE long keys_of(const Group& k, long i) {
   const SqMultipole& p = *k.call;
@@ -184,6 +182,9 @@ static void select_for_error(Group& k, long i0, long n, long vectors, long colum
   const SqMultipole& p = *k.call;
   const Clusters& c = *k.clusters;
   const long lde = k.plan->lde;
+  // Single keys far above the mean of their cluster are rare: they matter to small errors only.
+  const float asked = p.error > 0.01f ? 0.01f : p.error < 1e-4f ? 1e-4f : p.error;
+  const float rising = p.radius / 3.0f * (1.0f + log10f(0.01f / asked));
   float* means = k.far.sum + i0 * lde;
   memcpy(k.other, k.scores, sizeof(float) * n * k.lds);
   for (long r = 0; r < n; r++) {
@@ -196,7 +197,7 @@ static void select_for_error(Group& k, long i0, long n, long vectors, long colum
     const float norm = norm_of(means + r * lde, lde);
     times_panels(1, columns, p.width, means + r * lde, lde, c.mean_value_t, k.criterion, k.lds);
     vf total = zero();
-    const vf reach = splat(p.radius / 3.0f * sqrtf(k.square[i0 + r]));
+    const vf reach = splat(rising * sqrtf(k.square[i0 + r]));
     for (long j = 0; j < vectors * VL; j += VL) {
       // A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one.
       const vf rise = vmax(reach * load(c.radius + j) - second_order(k, i0 + r, j), zero());

@@ -4,9 +4,13 @@
 //   by error   those with the largest expected squared error, until what the others leave is at most what is allowed
 #pragma once
 
+#include <float.h>
+
 #include "clusters.h"
 
 namespace SQ_NS::multipole {
+
+SQ_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 
 // Clusters that may be chosen, side by side; room for VL entries more than there are columns.
 struct Candidates {
@@ -36,29 +40,48 @@ struct FrontLanes {
 static constexpr FrontLanes FRONT;
 #endif
 
-// Entry j of each array becomes a candidate where keep[j] is set.
-SQ_INLINE void append(Candidates& to, vi keep, vf value, vf size, long first) {
+SQ_INLINE vi lanes_from(long first) {
+  vi lane;
+  for (int i = 0; i < VL; i++) lane[i] = (int32_t)(first + i);
+  return lane;
+}
+
+// The lanes of x where keep is set, one after the other; whole vectors are written.
+SQ_INLINE void put_front(vi keep, vf x, float* to) {
 #if SQ_VL == 16 && defined(__AVX512F__) && defined(__AVX512DQ__)
-  const __mmask16 mask = _mm512_movepi32_mask((__m512i)keep);
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  _mm512_storeu_ps(to.value + to.n, _mm512_maskz_compress_ps(mask, (__m512)value));
-  _mm512_storeu_ps(to.size + to.n, _mm512_maskz_compress_ps(mask, (__m512)size));
-  _mm512_storeu_si512(to.column + to.n,
-                      _mm512_maskz_compress_epi32(mask, _mm512_add_epi32(lane, _mm512_set1_epi32((int)first))));
-  to.n += __builtin_popcount(mask);
+  _mm512_storeu_ps(to, _mm512_maskz_compress_ps(_mm512_movepi32_mask((__m512i)keep), (__m512)x));
 #elif SQ_VL == 8 && defined(__AVX2__)
   const unsigned mask = (unsigned)_mm256_movemask_ps((__m256)keep);
   const __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)FRONT.order[mask]));
-  _mm256_storeu_ps(to.value + to.n, _mm256_permutevar8x32_ps((__m256)value, order));
-  _mm256_storeu_ps(to.size + to.n, _mm256_permutevar8x32_ps((__m256)size, order));
-  _mm256_storeu_si256((__m256i*)(to.column + to.n), _mm256_add_epi32(order, _mm256_set1_epi32((int)first)));
-  to.n += __builtin_popcount(mask);
+  _mm256_storeu_ps(to, _mm256_permutevar8x32_ps((__m256)x, order));
 #else
-  for (int i = 0; i < VL; i++) {
-    to.value[to.n] = value[i], to.size[to.n] = size[i], to.column[to.n] = (int32_t)(first + i);
-    to.n += keep[i] != 0;
+  const vi lanes = bits(x);
+  for (int i = 0, n = 0; i < VL; i++) {
+    const int32_t lane = lanes[i];
+    memcpy(to + n, &lane, sizeof lane);
+    n += keep[i] != 0;
   }
 #endif
+}
+
+SQ_INLINE long count_lanes(vi keep) {
+#if SQ_VL == 16 && defined(__AVX512F__) && defined(__AVX512DQ__)
+  return __builtin_popcount(_mm512_movepi32_mask((__m512i)keep));
+#elif SQ_VL == 8 && defined(__AVX2__)
+  return __builtin_popcount((unsigned)_mm256_movemask_ps((__m256)keep));
+#else
+  long n = 0;
+  for (int i = 0; i < VL; i++) n += keep[i] != 0;
+  return n;
+#endif
+}
+
+// Columns become candidates where keep is set.
+SQ_INLINE void append(Candidates& to, vi keep, vf value, vf size, long first) {
+  put_front(keep, value, to.value + to.n);
+  put_front(keep, size, to.size + to.n);
+  put_front(keep, as_float(lanes_from(first)), (float*)(to.column + to.n));
+  to.n += count_lanes(keep);
 }
 
 // The columns with a value of at least `least`.
@@ -101,35 +124,72 @@ static void take_from(const Candidates& from, float least, Selection& to) {
   }
 }
 
+// Where candidates fill at most N vectors: each against every other, without a search whose branches would be guessed wrong.
+template <int N>
+static void take_few(const Candidates& from, long most, Selection& to, float& least) {
+  vf mine[N], keys[N];  // keys: those of the candidates whose value is at least this one's
+  SQ_UNROLL for (int j = 0; j < N; j++) mine[j] = load(from.value + j * VL), keys[j] = zero();
+  for (long i = 0; i < from.n; i++) {
+    const vf value = splat(from.value[i]), size = splat(from.size[i]);
+    SQ_UNROLL for (int j = 0; j < N; j++) keys[j] += as_float((value >= mine[j]) & bits(size));
+  }
+  vf total = zero(), last = splat(least);
+  to.count = 0;
+  SQ_UNROLL for (int j = 0; j < N; j++) {
+    const vi keep = (keys[j] <= splat((float)most)) & (mine[j] > splat(-INFINITY));
+    put_front(keep, load((const float*)from.column + j * VL), (float*)(to.columns + to.count));
+    to.count += count_lanes(keep);
+    total += as_float(keep & bits(load(from.size + j * VL)));
+    last = keep ? vmin(mine[j], last) : last;
+  }
+  to.keys = (long)hsum(total);
+  least = -hmax(-last);
+}
+
+constexpr long FEW = 6;  // vectors
+
 // `depth`: how far below the largest value the last row's choice went, where this one starts to look.
 static void select_by_keys(const Clusters& c, const float* value, float top, long columns, long most, Candidates& list,
                            float& depth, Selection& s) {
   s.count = s.keys = 0;
   s.limited = false;
   if (!(top > -INFINITY) || most <= 0) return;
-  float keys = 0.0f, low = top;
-  for (int tries = 0; tries < 60; tries++, depth = 1.5f * depth + 1.0f) {
-    low = top - depth;
+  float keys = 0.0f, low = -FLT_MAX;
+  if (columns <= FEW * VL) {
     collect(c, value, columns, low, list);
-    keys = keys_from(list, low);
-    if (keys > (float)most || list.n >= columns) break;
+  } else {
+    for (int tries = 0; tries < 60; tries++, depth = 1.5f * depth + 1.0f) {
+      low = top - depth;
+      collect(c, value, columns, low, list);
+      keys = keys_from(list, low);
+      if (keys > (float)most || list.n >= columns) break;
+    }
+    if (keys <= (float)most) return take_from(list, low, s);
   }
-  if (keys <= (float)most) return take_from(list, low, s);
-  // Too many keys from `low` on, few enough from `high` on. The border is guessed as if keys were spread evenly, then
-  // approached candidate by candidate.
   float high = top + 1.0f, above = 0.0f;
-  for (int turn = 0; turn < 4; turn++) {
-    const float guess = turn == 2 ? 0.5f : ((float)most - above) / (keys - above);
-    const float middle = high - (high - low) * (guess < 0.05f ? 0.05f : guess > 0.95f ? 0.95f : guess);
-    if (!(middle > low && middle < high)) break;
-    const float its = keys_from(list, middle);
-    if (its > (float)most) low = middle, keys = its;
-    else high = middle, above = its;
+  switch ((list.n + VL - 1) / VL) {
+    case 1: take_few<1>(list, most, s, high); break;
+    case 2: take_few<2>(list, most, s, high); break;
+    case 3: take_few<3>(list, most, s, high); break;
+    case 4: take_few<4>(list, most, s, high); break;
+    case 5: take_few<5>(list, most, s, high); break;
+    case FEW: take_few<FEW>(list, most, s, high); break;
+    default:
+      // Too many keys from `low` on, few enough from `high` on. The border is guessed as if keys were spread evenly, then
+      // approached candidate by candidate.
+      for (int turn = 0; turn < 4; turn++) {
+        const float guess = turn == 2 ? 0.5f : ((float)most - above) / (keys - above);
+        const float middle = high - (high - low) * (guess < 0.05f ? 0.05f : guess > 0.95f ? 0.95f : guess);
+        if (!(middle > low && middle < high)) break;
+        const float its = keys_from(list, middle);
+        if (its > (float)most) low = middle, keys = its;
+        else high = middle, above = its;
+      }
+      for (float next = largest_below(list, high); keys_from(list, next) <= (float)most; next = largest_below(list, high))
+        high = next;
+      take_from(list, high, s);
   }
-  for (float next = largest_below(list, high); keys_from(list, next) <= (float)most; next = largest_below(list, high))
-    high = next;
-  take_from(list, high, s);
-  depth = 1.1f * (top - low) + 0.5f;
+  depth = 1.1f * (top - high) + 0.7f;
 }
 
 // Larger values first, of equals the earlier column.

@@ -15,13 +15,15 @@ that the query chooses. With r_c the distance of a cluster's farthest key and V_
 
 orders the clusters, about the logarithm of the error that a mean in place of its keys makes; the first ones are chosen
 as long as their keys together are at most `most_keys`. Where an `error` is asked for, `expected_error` orders them,
-with weights raised by e^{radius s |q| r_c / 3 - t_c} where that is more; they are chosen until the rest is below it.
+with weights raised by e^{rise s |q| r_c - t_c} where that is more, rise = radius / 3 and more for errors below 0.01;
+they are chosen until the rest is below it.
 
 Choices are constants for gradients. They are made in float32 whatever the dtype, the same for every precision.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -96,6 +98,16 @@ class Spec(NamedTuple):
         # When causal, the own chunk is exact as well.
         most = min(far // 4, max(160, far // 48)) if self.causal else min(3 * far // 8, max(256, far // 32))
         return 2 * most if sharp else most
+
+    @property
+    def rise(self) -> float:
+        """How far towards its farthest key a cluster may hold one that counts, where an error is asked for.
+
+        Single keys far above the mean of their cluster are rare: they add about 0.01 to the error, so that they matter
+        to smaller ones only.
+        """
+        assert self.error is not None
+        return self.radius / 3 * (1 + math.log10(0.01 / min(max(self.error, 1e-4), 0.01)))
 
     def starts(self) -> Tensor:
         """Ranks inside a chunk that k-means starts from, (clusters,) int64."""
@@ -309,7 +321,7 @@ def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Te
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=SMALL)
         out = weight @ stats.mean_value.repeat_interleave(groups, 1)
         # A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one.
-        rise = spec.radius / 3 * q.norm(dim=-1, keepdim=True) * _grouped(stats.radius, groups)
+        rise = spec.rise * q.norm(dim=-1, keepdim=True) * _grouped(stats.radius, groups)
         rise = (rise - second_order(spec, q, stats)).clamp(0, 80)
         value = expected_error(spec, q, stats, (weight * rise.exp()).clamp(max=1), out)
     order = torch.sort(value.masked_fill(~visible, float("-inf")), dim=-1, descending=True, stable=True)
