@@ -1,26 +1,40 @@
-"""Multipole attention on decoders and on random inputs: errors that are kept, and fine-tuning.
+"""Multipole attention in whole models, without training: what they lose; errors that are kept; fine-tuning.
 
-    python benchmarks/multipole_models.py --stories DIR --story-ids FILE [--iglm DIR] [--only errors,tuning]
+    python benchmarks/multipole_models.py --stories DIR --story-ids FILE [--iglm DIR] [--encoder DIR --text FILE]
+        [--rxnmapper DIR --reactions FILE] [--only models,errors,tuning]
 
-DIR are causal models of `transformers`: a Llama on stories with their token ids (a JSON list of lists), and a GPT-2 on
-antibodies, which samples its own input. Both read at most 512 tokens, where the default chunk of 512 keys would make
-everything exact, so chunks are shorter here. Errors are relative squared errors per head.
+DIR are models of `transformers`: a Llama on stories with their token ids (a JSON list of lists), a GPT-2 on antibodies,
+which samples its own input, a sentence encoder, and an ALBERT of reactions (one per line of FILE). All but the encoder
+read at most 512 tokens, where the default chunk of 512 keys makes everything exact, so shorter chunks stand beside it.
+Errors are relative squared errors per head.
 """
 
 import argparse
 import copy
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from conversion_call import texts_of
+from conversion_data import (
+    cosine,
+    extended,
+    masked_accuracy,
+    padded,
+    reaction_batches,
+    written_out,
+)
 from multipole import Layer, relative
 from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 import subquad as sq
 from subquad.lab.inputs import gaussian_inputs
+from subquad.lab.quality import embeddings
 from subquad.lab.report.sections.error import DATA
 
 ERRORS = (0.003, 0.01, 0.03, 0.1)
@@ -47,8 +61,6 @@ def captured(model: nn.Module, ids: Tensor) -> list[Layer]:
 
 
 def decoder(folder: Path) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, attn_implementation="sdpa").eval()
 
 
@@ -81,6 +93,53 @@ def inputs(args: argparse.Namespace) -> Iterator[tuple[str, bool, dict[str, Any]
         v = torch.randn(made.k.shape, generator=torch.Generator().manual_seed(2))
         for causal in (False, True):
             yield data.words, causal, {"chunk": 256, "clusters": 16}, [(made.q, made.k, v)]
+
+
+def perplexity(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
+    total, count = 0.0, 0
+    for batch in batches:
+        ids, real = batch["input_ids"], batch["attention_mask"][:, 1:].bool()
+        logits = model(**batch).logits[:, :-1]
+        total += float(F.cross_entropy(logits[real], ids[:, 1:][real], reduction="sum"))
+        count += int(real.sum())
+    return math.exp(total / count)
+
+
+def models(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each model loses with default options, and with chunks short enough that its inputs have several."""
+    stories = [row for row in json.loads(args.story_ids.read_text(encoding="utf-8")) if len(row) > 128]
+    made: list[tuple[str, nn.Module, Any, list[dict[str, Any]]]] = [
+        ("stories260K: perplexity", decoder(args.stories), perplexity, padded(sorted(stories, key=len), 8))
+    ]
+    if args.iglm:
+        model = decoder(args.iglm)
+        rows = padded(sampled(model, 32, 256).tolist(), 8)
+        made.append(("IgLM, its own samples: perplexity", model, perplexity, rows))
+    if args.rxnmapper:
+        model = written_out(AutoModelForMaskedLM.from_pretrained(str(args.rxnmapper)).eval())
+        _, unseen, _ = reaction_batches(args.reactions, args.rxnmapper, unseen=400, lessons=1)
+        made.append(("reactions: masked accuracy", model, masked_accuracy, unseen))
+    found = []
+    for name, model, measure, batches in made:
+        exact = measure(model, batches)
+        for options in ({}, *({"chunk": 32, "clusters": 8, "exact_keys": keys} for keys in (16, 32, 64))):
+            student, _ = sq.hf.convert(copy.deepcopy(model), "multipole", seed=0, **options)
+            value = measure(student, batches)
+            found.append({"model": name, "options": options, "exact": exact, "multipole": value})
+            lost = f"{100 * (exact - value):.2f} points" if measure is masked_accuracy else f"{value / exact - 1:+.2%}"
+            print(f"{name:36} {options or 'default options'}: exact {exact:.4f}, {value:.4f} ({lost})", flush=True)
+    if args.encoder:
+        tokenizer = AutoTokenizer.from_pretrained(str(args.encoder))
+        for length in (512, 2048, 8192):
+            model = extended(AutoModel.from_pretrained(str(args.encoder)).eval(), length)
+            batches = texts_of(args.text, tokenizer, length, max(4, 4096 // length))
+            student, _ = sq.hf.convert(copy.deepcopy(model), "multipole", seed=0)
+            value = cosine(embeddings(student, batches), embeddings(model, batches))
+            found.append({"model": "encoder", "length": length, "cosine": value, "texts": len(batches)})
+            print(
+                f"encoder, {length} tokens: cosine to the exact embedding {value:.4f}, {len(batches)} texts", flush=True
+            )
+    return found
 
 
 def kept_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -160,7 +219,11 @@ def main() -> None:
     parser.add_argument("--stories", type=Path, required=True)
     parser.add_argument("--story-ids", type=Path, required=True)
     parser.add_argument("--iglm", type=Path)
-    parser.add_argument("--only", default="errors,tuning")
+    parser.add_argument("--encoder", type=Path, help="with --text")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--rxnmapper", type=Path, help="with --reactions")
+    parser.add_argument("--reactions", type=Path)
+    parser.add_argument("--only", default="models,errors,tuning")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -170,7 +233,7 @@ def main() -> None:
     for name in args.only.split(","):
         print(f"-- {name}")
         with torch.set_grad_enabled(name == "tuning"):
-            results[name] = {"errors": kept_errors, "tuning": tuning}[name](args)
+            results[name] = {"models": models, "errors": kept_errors, "tuning": tuning}[name](args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 
