@@ -76,15 +76,25 @@ def _facts(name: str) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| **{key}** | {value} |" for key, value in rows)])
 
 
+def _settings(options: dict[str, Any]) -> str:
+    """Options as one would type them.
+
+    >>> _settings({"degree": 1, "center": True}), _settings({})
+    ('`degree=1, center=True`', 'the defaults')
+    """
+    typed = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    return f"`{typed}`" if typed else "the defaults"
+
+
 def _measured(name: str) -> str:
     data = json.loads((DOCS / "data" / "mechanisms.json").read_text(encoding="utf-8"))
     rows = [row for row in data["rows"] if row["mechanism"] == name]
     if not rows:
         raise KeyError(f"data/mechanisms.json has no rows for {name!r}: run python docs/site/measure.py")
     kinds = data["kinds"]
-    head = ["| length | time, ms | SDPA, ms |", "|---|---|---|"]
+    head = ["| length | time, ms | softmax, ms |", "|---|---|---|"]
     for kind in kinds:
-        head[0] += f" error, {kind} | uniform |"
+        head[0] += f" error, {kind} input | plain mean |"
         head[1] += "---|---|"
     lines = head
     for row in rows:
@@ -93,9 +103,11 @@ def _measured(name: str) -> str:
             line += f" {row['errors'][kind]['error']:.3f} | {row['errors'][kind]['uniform']:.3f} |"
         lines.append(line)
     note = (
-        f"Settings: `{rows[0]['options'] or 'defaults'}`. Relative error of the output, not causal, 8 heads of width "
-        f"64, without training; {data['date']}, {data['machine']['processor']}, {data['machine']['threads']} threads "
-        "(`python docs/site/measure.py`). *Uniform* is the plain mean of the values, which needs no attention."
+        f"Settings: {_settings(rows[0]['options'])}. Error is the relative squared error of the output, without "
+        "training; *plain mean* is that of the mean of all values, which needs no attention. *Flat*: scores of standard "
+        "deviation 0.5, all directions alike. *Sharp*: standard deviation 2.5, few directions matter. Not causal, 8 "
+        f"heads of width 64; {data['date']}, {data['machine']['processor']}, {data['machine']['threads']} threads "
+        "(`python docs/site/measure.py`)."
     )
     return "\n".join([*lines, "", note])
 
