@@ -59,6 +59,17 @@ def _paper(name: str) -> str:
     return text
 
 
+def _constant_memory(about: dict[str, Any]) -> str:
+    """Whether the state of a scan has a fixed size, for a cell of a table.
+
+    >>> [_constant_memory(sq.describe(name)) for name in ("linear", "multipole", "softmax", "lsh")]
+    ['yes', 'with `memory="constant"`', 'no, its state grows', 'no']
+    """
+    if "memory" in about["options"]:
+        return 'with `memory="constant"`'
+    return "no, its state grows" if about["recurrent"] > about["constant_memory"] else _yes(about["constant_memory"])
+
+
 def _facts(name: str) -> str:
     about: dict[str, Any] = sq.describe(name)
     options = ", ".join(f"`{option}={value!r}`" for option, value in about["options"].items()) or "none"
@@ -67,10 +78,7 @@ def _facts(name: str) -> str:
         ("paper", _paper(name)),
         ("cost", _code(about["complexity"])),
         ("causal", _yes(about["causal"])),
-        (
-            "token by token, in constant memory",
-            "no, its state grows" if about["recurrent"] > about["constant_memory"] else _yes(about["constant_memory"]),
-        ),
+        ("token by token, in constant memory", _constant_memory(about)),
         ("options", options),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| **{key}** | {value} |" for key, value in rows)])
@@ -104,10 +112,10 @@ def _measured(name: str) -> str:
         lines.append(line)
     note = (
         f"Settings: {_settings(rows[0]['options'])}. Error is the relative squared error of the output, without "
-        "training; *plain mean* is that of the mean of all values, which needs no attention. *Flat*: scores of standard "
-        "deviation 0.5, all directions alike. *Sharp*: standard deviation 2.5, few directions matter. Not causal, 8 "
-        f"heads of width 64; {data['date']}, {data['machine']['processor']}, {data['machine']['threads']} threads "
-        "(`python docs/site/measure.py`)."
+        "training; *plain mean* is that of the mean of all values, which needs no attention. *Flat*: scores of "
+        "standard deviation 0.5, all directions alike. *Sharp*: standard deviation 2.5, few directions matter. Not "
+        f"causal, 8 heads of width 64; {data['date']}, {data['machine']['processor']}, "
+        f"{data['machine']['threads']} threads (`python docs/site/measure.py`)."
     )
     return "\n".join([*lines, "", note])
 
@@ -116,7 +124,7 @@ def _catalogue() -> str:
     lines = ["| mechanism | causal | constant-memory state | weights | paper |", "|---|---|---|---|---|"]
     for name in sq.list_mechanisms():
         about = sq.describe(name)
-        state = _yes(about["constant_memory"])
+        state = _constant_memory(about)
         weights = _code(about["equation"])
         lines.append(f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | {weights} | {_paper(name)} |")
     return "\n".join(lines)
