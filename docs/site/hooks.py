@@ -81,7 +81,7 @@ def _facts(name: str) -> str:
         ("token by token, in constant memory", _constant_memory(about)),
         ("options", options),
     ]
-    letters = "Per head: L queries, S keys of width D, values of width E, M features. s is the score of a query and a key."
+    letters = "Per head: L queries and S keys of width D, values of width E, M features; s is the score of a key."
     return "\n".join(["| | |", "|---|---|", *(f"| **{key}** | {value} |" for key, value in rows), "", letters])
 
 
