@@ -1,4 +1,4 @@
-"""A whole training step of a model, linear-time attention against SDPA: time and peak memory.
+"""A whole training step of a model, sub-quadratic attention against SDPA: time and peak memory.
 
     python benchmarks/training.py [--threads 2] [--lengths 4096,16384] [--layers 12,2] [--json results/training.json]
 
@@ -27,6 +27,7 @@ MODELS: dict[str, Any] = {
     "performer": {"mechanism": "performer", "num_features": 256, "seed": 0},
     "linear": "linear",
     "hybrid": {"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {"mechanism": "performer", "seed": 0}},
+    "multipole": {"mechanism": "multipole", "seed": 0},
 }
 MIB = 1 << 20
 

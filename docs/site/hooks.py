@@ -59,6 +59,17 @@ def _paper(name: str) -> str:
     return text
 
 
+def _constant_memory(about: dict[str, Any]) -> str:
+    """Whether the state of a scan has a fixed size, for a cell of a table.
+
+    >>> [_constant_memory(sq.describe(name)) for name in ("linear", "multipole", "softmax", "lsh")]
+    ['yes', 'with `memory="constant"`', 'no, its state grows', 'no']
+    """
+    if "memory" in about["options"]:
+        return 'with `memory="constant"`'
+    return "no, its state grows" if about["recurrent"] > about["constant_memory"] else _yes(about["constant_memory"])
+
+
 def _facts(name: str) -> str:
     about: dict[str, Any] = sq.describe(name)
     options = ", ".join(f"`{option}={value!r}`" for option, value in about["options"].items()) or "none"
@@ -67,13 +78,21 @@ def _facts(name: str) -> str:
         ("paper", _paper(name)),
         ("cost", _code(about["complexity"])),
         ("causal", _yes(about["causal"])),
-        (
-            "token by token, in constant memory",
-            "no, its state grows" if about["recurrent"] > about["constant_memory"] else _yes(about["constant_memory"]),
-        ),
+        ("token by token, in constant memory", _constant_memory(about)),
         ("options", options),
     ]
-    return "\n".join(["| | |", "|---|---|", *(f"| **{key}** | {value} |" for key, value in rows)])
+    letters = "Per head: L queries and S keys of width D, values of width E, M features; s is the score of a key."
+    return "\n".join(["| | |", "|---|---|", *(f"| **{key}** | {value} |" for key, value in rows), "", letters])
+
+
+def _settings(options: dict[str, Any]) -> str:
+    """Options as one would type them.
+
+    >>> _settings({"degree": 1, "center": True}), _settings({})
+    ('`degree=1, center=True`', 'the defaults')
+    """
+    typed = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    return f"`{typed}`" if typed else "the defaults"
 
 
 def _measured(name: str) -> str:
@@ -82,9 +101,9 @@ def _measured(name: str) -> str:
     if not rows:
         raise KeyError(f"data/mechanisms.json has no rows for {name!r}: run python docs/site/measure.py")
     kinds = data["kinds"]
-    head = ["| length | time, ms | SDPA, ms |", "|---|---|---|"]
+    head = ["| length | time, ms | softmax, ms |", "|---|---|---|"]
     for kind in kinds:
-        head[0] += f" error, {kind} | uniform |"
+        head[0] += f" error, {kind} input | plain mean |"
         head[1] += "---|---|"
     lines = head
     for row in rows:
@@ -93,9 +112,11 @@ def _measured(name: str) -> str:
             line += f" {row['errors'][kind]['error']:.3f} | {row['errors'][kind]['uniform']:.3f} |"
         lines.append(line)
     note = (
-        f"Settings: `{rows[0]['options'] or 'defaults'}`. Relative error of the output, not causal, 8 heads of width "
-        f"64, without training; {data['date']}, {data['machine']['processor']}, {data['machine']['threads']} threads "
-        "(`python docs/site/measure.py`). *Uniform* is the plain mean of the values, which needs no attention."
+        f"Settings: {_settings(rows[0]['options'])}. Error is the relative squared error of the output, without "
+        "training; *plain mean* is that of the mean of all values, which needs no attention. *Flat*: scores of "
+        "standard deviation 0.5, all directions alike. *Sharp*: standard deviation 2.5, few directions matter. Not "
+        f"causal, 8 heads of width 64; {data['date']}, {data['machine']['processor']}, "
+        f"{data['machine']['threads']} threads (`python docs/site/measure.py`)."
     )
     return "\n".join([*lines, "", note])
 
@@ -104,7 +125,7 @@ def _catalogue() -> str:
     lines = ["| mechanism | causal | constant-memory state | weights | paper |", "|---|---|---|---|---|"]
     for name in sq.list_mechanisms():
         about = sq.describe(name)
-        state = _yes(about["constant_memory"])
+        state = _constant_memory(about)
         weights = _code(about["equation"])
         lines.append(f"| [{name}]({name}.md) | {_yes(about['causal'])} | {state} | {weights} | {_paper(name)} |")
     return "\n".join(lines)

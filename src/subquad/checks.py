@@ -51,12 +51,17 @@ def check_option(argument: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{argument}={value!r} is not known; expected one of {choices}{nearest(value, choices)}")
 
 
-def check_options(where: str, given: Iterable[str], valid: Iterable[str]) -> None:
-    """Refuse option names that a mechanism does not have."""
+def check_options(where: str, given: Iterable[str], valid: Iterable[str], of_call: Iterable[str] = ()) -> None:
+    """Refuse unknown option names; `of_call` are arguments that people give to `create` but that belong to the call."""
     valid = list(valid)
     for name in given:
-        if name not in valid:
-            raise TypeError(f"{where} has no option {name!r}{nearest(name, valid)}; valid options: {sorted(valid)}")
+        if name in valid:
+            continue
+        hint = nearest(name, valid)
+        if not hint and (close := difflib.get_close_matches(name, list(of_call), n=1)):
+            hint = f"; {close[0]} is an argument of the call: attn(q, k, v, {close[0]}=...)"
+        hint = f"{hint} Valid" if hint.endswith("?") else f"{hint}; valid"
+        raise TypeError(f"{where} has no option {name!r}{hint} options: {sorted(valid)}")
 
 
 def check_positive(argument: str, value: object, least: int = 1) -> None:

@@ -37,7 +37,7 @@ def _application() -> "typer.Typer":
 
     import subquad
 
-    app = typer.Typer(help="Linear-time attention for PyTorch.", no_args_is_help=True, add_completion=False)
+    app = typer.Typer(help="Sub-quadratic attention for PyTorch.", no_args_is_help=True, add_completion=False)
 
     @app.callback(invoke_without_command=True)
     def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:

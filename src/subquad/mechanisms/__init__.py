@@ -48,8 +48,11 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 }
 
 
-# Made of other mechanisms, which have to be named: in no list of what one could try, but created and tested like them.
+# Made of other mechanisms, which have to be named: left out of `list_mechanisms`, but created and tested like the rest.
 COMBINED: dict[str, type[Mechanism]] = {"head-groups": HeadGroups}
+
+
+_CALL_ARGUMENTS = ("is_causal", "scale", "key_mask", "query_mask", "attn_mask", "backend", "chunk_size")
 
 
 def _lookup(name: object) -> type[Mechanism]:
@@ -74,16 +77,15 @@ def create(
     kv_heads: int | None = None,
     **options: Any,
 ) -> Mechanism:
-    """A mechanism by name: an `nn.Module` without projections of its own, called as attn(q, k, v).
+    """A mechanism by name: an `nn.Module` that is called as attn(q, k, v). It has no projections of q, k, v of its own.
 
-    head_dim: D, the width of a head
+    mechanism:       one of `list_mechanisms()`, a `Mechanism` class, or an object, which is returned as it is
+    head_dim:        D, the width of a head
     heads, kv_heads: needed where parameters are per head; kv_heads < heads for grouped-query heads
-    options: see `describe(name)["options"]`
+    options:         those of the mechanism, see `describe(name)["options"]`
 
-    `create("auto", head_dim, length=...)` is softmax below the crossover measured on this machine and from there on a
-    linear mechanism (`above="performer"`, with its options), decided once, here; see `planning/crossover.py`.
-
-    A mechanism object passes through unchanged, so that anything that takes a name also takes an object from outside.
+    `create("auto", head_dim, length=...)` measures once on this machine from which length on a linear mechanism is
+    faster (`above="performer"`, with its options). It returns softmax for shorter lengths and that mechanism otherwise.
 
     >>> import torch, subquad as sq
     >>> attn = sq.create("performer", head_dim=64, num_features=256, seed=0)
@@ -109,7 +111,7 @@ def create(
     if head_dim is None:
         raise TypeError(f"create({cls.name!r}) needs head_dim=, the width of a head")
     options = cls.without_aliases(options)
-    checks.check_options(f"mechanism {cls.name!r}", options, cls.options())
+    checks.check_options(f"mechanism {cls.name!r}", options, cls.options(), of_call=_CALL_ARGUMENTS)
     return cls(head_dim, heads, kv_heads, **options)
 
 
@@ -127,8 +129,8 @@ def attention(
 ) -> Tensor:
     """Attention in one call: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E) -> (B, Hq, L, E).
 
-    Makes the mechanism anew each time; for a model, `create` it once. Without a `seed` option random mechanisms draw a
-    new projection at every call.
+    A mechanism is made at every call; for a model, `create` it once. Without a `seed` option random mechanisms draw a
+    new projection at every call. Further options are those of the mechanism.
 
     >>> import torch, subquad as sq
     >>> q, k, v = torch.randn(3, 2, 4, 16, 8)
@@ -157,7 +159,12 @@ def list_mechanisms(
 ) -> list[str]:
     """The names of all mechanisms, or of those with the given properties.
 
-    recurrent: has a `scan`;  constant_memory: and its state does not grow with the context
+    causal:          has a causal form (`is_causal=True`)
+    recurrent:       has a `scan`
+    constant_memory: its state does not grow with the context, with its default options (`multipole` can be made so:
+                     `memory="constant"`)
+    exact:           equals softmax attention
+    kernelised:      is a feature map and a sum
 
     >>> import subquad as sq
     >>> "performer" in sq.list_mechanisms(causal=True, recurrent=True)
@@ -183,7 +190,7 @@ def list_mechanisms(
 
 
 def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
-    """Equation, paper, complexity, what `list_mechanisms` selects by, and options with their defaults.
+    """Name, equation, paper, complexity, the properties that `list_mechanisms` selects by, and options with defaults.
 
     >>> import subquad as sq
     >>> sq.describe("linear")["paper"]
