@@ -41,6 +41,8 @@ struct Group {
   long score_at[GROUP + 1];
   long* entry_of;              // [columns + 1]: first entry of a column
   int32_t *entry_row, *entry_at;
+  const float** rows;  // of a single query: rows or blocks of keys to read, and their weights
+  float* weights;
 };
 
 static Sight sight_of(const SqMultipole& p, const Clusters& c, long end) {
@@ -96,7 +98,10 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
     k.selection[i] = {};
     k.selection[i].columns = (int32_t*)take((chosen < columns ? chosen : columns) + VL);
   }
-  k.key_scores = take(k.most * chosen + entries * (VL - 1) + VL);
+  k.key_scores = take(k.most * chosen + entries * (VL - 1) + 8 * VL);
+  const long listed = (chosen > columns ? chosen : columns) + 64;
+  k.rows = (const float**)take(2 * listed);
+  k.weights = take(listed);
   k.depth = 4.0f;
   *floats = used;
   return k;
