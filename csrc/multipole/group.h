@@ -76,12 +76,7 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   k.most = group_size(p, plan);
   const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan, true);
   const long entries = k.most * (chosen < columns ? chosen : columns);
-  long used = 0;
-  auto take = [&](long n) {
-    float* at = memory ? memory + used : nullptr;
-    used += padded(n, 16);
-    return at;
-  };
+  Cutter take = {memory, 0};
   k.q = take(k.most * k.ldq);
   k.square = take(k.most);
   const long rows = k.most < ROWS ? k.most : ROWS;
@@ -103,7 +98,7 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   k.rows = (const float**)take(2 * listed);
   k.weights = take(listed);
   k.depth = 4.0f;
-  *floats = used;
+  *floats = take.used;
   return k;
 }
 

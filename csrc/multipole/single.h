@@ -1,8 +1,8 @@
 // One query, as in decoding: memory is read for it alone, so what counts is how much of it, and how early it is asked for.
 //
-// Scores need all mean keys and all chosen keys. Values are read only where their weight can be seen in the sum: terms below
-// 2^-24 / n of one that is in it, n of them at the most, are together less than the rounding of that one. Chosen keys and
-// values lie anywhere, so they are listed first and prefetched in the order of the list.
+// Scores need all mean keys and all chosen keys. Values are read only where their weight can be seen in the sum: of n terms at
+// the most, those below 2^-24 / n of one that is in it are together less than the rounding of that one. This is asked of every
+// component. Chosen keys and values lie anywhere, so they are listed first and prefetched in the order of the list.
 #pragma once
 
 #include "parts.h"
@@ -76,13 +76,28 @@ static void sum_rows(Group& k, long n, long ld, float* sum) {
   }
 }
 
-// The square below which a term is not seen beside one whose square is `largest`, nor are n of them.
-SQ_INLINE float unseen(float largest, long n) {
-  const float part = 0x1p-24f / (float)(n > 0 ? n : 1);
-  return largest < 1e38f ? largest * (part * part) : 0.0f;  // beside what is not finite everything is read
+// What every component of a sum has at least, squared: the smallest component of the largest terms of n rows. `room`: one row.
+static float least_component(const float* weight, const float* rows, long n, long ld, long width, float* room) {
+  for (long e = 0; e < ld; e += VL) {
+    vf most = zero();
+    for (long i = 0; i < n; i++) {
+      const vf term = splat(weight[i]) * load(rows + i * ld + e);
+      most = vmax(vmax(term, zero() - term), most);
+    }
+    store(room + e, most);
+  }
+  float least = room[0];
+  for (long e = 1; e < width; e++) least = room[e] < least ? room[e] : least;
+  return least * least;
 }
 
-// Sums over chosen keys. Returns the square of one of their terms, relative to the peak.
+// The square below which a term is not seen beside one whose square is `beside`, nor are n of them.
+SQ_INLINE float unseen(float beside, long n) {
+  const float part = 0x1p-24f / (float)(n > 0 ? n : 1);
+  return beside < 1e38f ? beside * (part * part) : 0.0f;  // beside what is not finite everything is read
+}
+
+// Sums over chosen keys. Returns what is in every component of them, squared and relative to the peak.
 static float chosen_single(Group& k) {
   const Clusters& c = *k.clusters;
   const Selection& s = k.selection[0];
@@ -93,14 +108,19 @@ static float chosen_single(Group& k) {
   k.chosen.mass[0] = lanes ? exponentiate(k.key_scores, lanes / VL, k.chosen.peak[0]) : 0.0f;
   auto values_of = [&](long column) { return c.values + (c.value_at ? c.value_at[column] : c.row_at[column] * lde); };
 
-  // A term to compare with: that of the key with the largest weight.
-  float largest = 0.0f;
+  // To compare with: the cluster of the key with the largest weight.
+  float beside = 0.0f;
   const float* weight = k.key_scores;
-  for (long j = 0; j < s.count && !(largest > 0.0f); weight += padded(size_of(c, s.columns[j++]), VL))
-    for (long i = 0; i < size_of(c, s.columns[j]); i++)
-      if (!(weight[i] < 1.0f)) largest = norm_of(values_of(s.columns[j]) + i * lde, lde);
+  for (long j = 0; j < s.count; weight += padded(size_of(c, s.columns[j++]), VL)) {
+    const long size = size_of(c, s.columns[j]);
+    vf most = zero();
+    for (long i = 0; i < size; i += VL) most = vmax(load(weight + i), most);
+    if (hmax(most) < 1.0f) continue;
+    beside = least_component(weight, values_of(s.columns[j]), size, lde, k.call->width, k.chosen.sum);
+    break;
+  }
 
-  const float least = unseen(largest, s.keys);
+  const float least = unseen(beside, s.keys);
   long n = 0;
   weight = k.key_scores;
   for (long j = 0; j < s.count; weight += padded(size_of(c, s.columns[j++]), VL)) {
@@ -114,12 +134,12 @@ static float chosen_single(Group& k) {
     }
   }
   sum_rows(k, n, lde, k.chosen.sum);
-  return largest;
+  return beside;
 }
 
-// Sums over the clusters that are not chosen, whose log masses are in k.scores; `beside`: the square of the term of a chosen
-// key, relative to the peak of those.
-static void far_single(Group& k, float beside) {
+// Sums over the clusters that are not chosen, whose log masses are in k.scores; `chosen`: what is in every component of the sum
+// over chosen keys, squared and relative to their peak.
+static void far_single(Group& k, float chosen) {
   const Clusters& c = *k.clusters;
   const long columns = c.first[k.sight.chunks], vectors = padded(columns, VL) / VL, lde = k.plan->lde;
   const float peak = k.far.peak[0], shift = peak > -INFINITY ? peak : 0.0f, rise = 2.0f * (k.chosen.peak[0] - shift);
@@ -130,12 +150,15 @@ static void far_single(Group& k, float beside) {
     store(k.criterion + j, square);
     most = vmax(square, most);
   }
-  float largest = hmax(most);
-  if (largest < 1e38f && beside > 0.0f) {
-    const float other = beside * exp1(rise < 80.0f ? rise : 80.0f);
-    largest = max1(largest, other < 9e37f ? other : 9e37f);
+  long top = 0;
+  const float largest = hmax(most);
+  while (top + 1 < columns && k.criterion[top] != largest) top++;
+  float beside = least_component(k.scores + top, c.mean_value + top * lde, 1, lde, k.call->width, k.far.sum);
+  if (beside < 1e38f && chosen > 0.0f) {
+    const float other = chosen * exp1(rise < 80.0f ? rise : 80.0f);
+    beside = max1(beside, other < 9e37f ? other : 9e37f);
   }
-  const float least = unseen(largest, columns);
+  const float least = unseen(beside, columns);
   long n = 0;
   for (long j = 0; j < columns; j++) {
     k.rows[n] = c.mean_value + j * lde, k.weights[n] = k.scores[j];
@@ -147,8 +170,7 @@ static void far_single(Group& k, float beside) {
 // Far and chosen parts of a group of one query.
 static void clusters_single(Group& k) {
   far_masses(k, 0, 1);
-  const float beside = chosen_single(k);
-  far_single(k, beside);
+  far_single(k, chosen_single(k));
 }
 
 }  // namespace SQ_NS::multipole
