@@ -1,6 +1,6 @@
 """Weighted coresets of keys beside multipole attention, on the queries, keys and values of a real model.
 
-    python benchmarks/coreset.py --model DIR --text FILE [--lengths 512 2048] [--json FILE]
+    python benchmarks/coreset.py --model DIR --text FILE [--lengths 512 2048 8192] [--json FILE]
 
 Keys are points of the kernel h(x, y) = e^{beta x.y}. A pivoted Cholesky factorisation of H = h(K, K) picks r of them,
 the next one with probability proportional to the diagonal that is left (Chen et al., "Randomly pivoted Cholesky",
@@ -11,7 +11,8 @@ the next one with probability proportional to the diagonal that is left (Chen et
 
 which is softmax attention with r keys, values W V and a weight W 1 per key. Weights may be negative and a normaliser
 close to 0, so outputs are cut to the range of the values. "per 256" makes one coreset of every 256 keys and joins
-them: parallel, possible in causal form, cheaper by S / 256. The columns:
+them: parallel, possible in causal form, cheaper by S / 256. Pivots of one coreset follow one after the other and cost
+S r^2, so coresets of more than `--pivots` are left out. The columns:
 
     evals   keys or clusters that a query is compared with       share   of all keys
     error   |out - exact|^2 / |exact|^2, the mean over layers     time    of this script's torch code, one thread: the
@@ -101,7 +102,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--pivots", type=int, default=512, help="the most of one coreset")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -118,6 +120,8 @@ def main() -> None:
         }
         for share in (16, 8, 4):
             for size in (None, 256):
+                if (size or length) // share > given.pivots:
+                    continue
                 title = f"coreset 1/{share}" + ("" if size is None else f" per {size}")
                 run = (lambda x, share=share, size=size: by_coreset(x, share, size), lambda x, s=share: length / s)  # noqa: B023
                 ways[title] = run

@@ -11,7 +11,8 @@ values of every layer of a BERT-type encoder (DIR) on a text (FILE), with a caus
 
 Rollback: time of a step with `Checkpoints` over time without, for performer and hybrid.
 
-Million: so many tokens, one after the other, in constant memory; time per token and bytes must stay as they are.
+Million: so many tokens, one after the other, in constant memory; time per token and bytes must stay as they are. Time
+is that of the process, on one thread, so that it may run beside other work.
 """
 
 import argparse
@@ -145,24 +146,34 @@ def rollback(steps: int) -> list[dict[str, Any]]:
 
 
 def million(tokens: int) -> dict[str, Any]:
-    """A step per token, in pieces of a hundredth: the time of each piece, bytes of the state and of the process."""
+    """A step per token, in windows of a hundredth: the time of each, bytes of the state and of the process."""
     draw, attn, state = Tokens(), sq.create("multipole", WIDTH, seed=0, memory="constant"), None
-    pieces, sizes, resident = [], [], []
-    for _ in range(100):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    windows, sizes, resident = [], [], []
+    for number in range(100):
         q, k, v = draw(tokens // 100)
-        start = time.perf_counter()
+        start = time.process_time()
         for i in range(q.shape[2]):
             out, state = attn.scan(q[:, :, i : i + 1], k[:, :, i : i + 1], v[:, :, i : i + 1], state)
-        pieces.append((time.perf_counter() - start) / q.shape[2])
+        windows.append((time.process_time() - start) / q.shape[2])
         sizes.append(state.nbytes)
         resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        assert out.isfinite().all()
-    early, late = statistics.median(pieces[5:25]), statistics.median(pieces[-20:])
+        if not out.isfinite().all():
+            raise ArithmeticError(f"the output after {(number + 1) * q.shape[2]} tokens is not finite")
+        if number % 10 == 9:
+            ms, mib = 1e3 * statistics.median(windows[-10:]), sizes[-1] / 2**20
+            print(f"{(number + 1) * q.shape[2]:8} tokens: {ms:.3f} ms per token, state {mib:.2f} MiB, process at most "
+                  f"{resident[-1] / 1024:.0f} MiB", flush=True)  # fmt: skip
+    torch.set_num_threads(threads)
+    # The first window has no clusters at first.
+    early, late = statistics.median(windows[1:11]), statistics.median(windows[-10:])
     same = len(set(sizes[1:])) == 1
-    print(f"{tokens} tokens: {1e3 * early:.3f} ms per token at first, {1e3 * late:.3f} at last; state "
-          f"{sizes[-1] / 2**20:.2f} MiB, always the same: {same}; peak of the process grew by "
-          f"{(resident[-1] - resident[5]) / 1024:.1f} MiB after the first twentieth")  # fmt: skip
-    return {"tokens": tokens, "early_ms": 1e3 * early, "late_ms": 1e3 * late, "bytes": sizes[-1], "flat_bytes": same}
+    grown = (resident[-1] - resident[1]) / 1024
+    print(f"{tokens} tokens: time of the last tenth over the first {late / early:.3f}; bytes of the state always the "
+          f"same: {same}; the process grew by {grown:.1f} MiB after its second hundredth")  # fmt: skip
+    return {"tokens": tokens, "early_ms": 1e3 * early, "late_ms": 1e3 * late, "bytes": sizes[-1], "flat_bytes": same,
+            "windows_ms": [1e3 * x for x in windows], "grown_mib": grown}  # fmt: skip
 
 
 def main() -> None:

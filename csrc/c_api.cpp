@@ -120,9 +120,9 @@ bool wants_pairs(const SqCall& p) {
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
 // The version of the structures in every call.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 6; }
+SQ_API int64_t subquad_abi() { return 7; }
 SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
-SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipolePages); }
+SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }
 SQ_API int64_t subquad_clustered_size() { return sizeof(SqClustered); }
 SQ_API int64_t subquad_sparse_size() { return sizeof(SqSparse); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
@@ -145,10 +145,9 @@ SQ_API int subquad_multipole_page(const SqMultipolePages* p) { return chosen().s
 SQ_API int subquad_multipole_grow(const SqMultipolePages* from, const SqMultipolePages* to) {
   return chosen().set->multipole->grow(from, to);
 }
-SQ_API int subquad_multipole_summarise(const SqMultipolePages* p, int64_t clusters, const float* size, const float* mean,
-                                       const float* variance, const float* mean_value) {
-  return chosen().set->multipole->summarise(p, clusters, size, mean, variance, mean_value);
-}
+SQ_API int64_t subquad_multipole_constant_size() { return sizeof(SqConstant); }
+SQ_API int subquad_multipole_absorb(const SqConstant* p) { return chosen().set->multipole->absorb(p); }
+SQ_API int subquad_multipole_summarise(const SqConstant* p) { return chosen().set->multipole->summarise(p); }
 SQ_API int subquad_clustered_forward(const SqClustered* p) { return chosen().set->clustered->forward(p); }
 SQ_API int subquad_clustered_backward(const SqClustered* p) { return chosen().set->clustered->backward(p); }
 SQ_API int subquad_sparse_forward(const SqSparse* p) { return chosen().set->sparse->forward(p); }

@@ -24,10 +24,27 @@ SQ_INLINE float* panel_entry(float* x, long rows, long row, long column) {
   return x + (column / PC * rows + row) * PC + column % PC;
 }
 
+// Products of one row with N panels side by side: the sums of one panel alone would wait for each other.
+template <int N>
+SQ_INLINE void row_times_panels(long dim, const float* a, const float* x, float* scores) {
+  vf s[N][NV];
+  SQ_UNROLL for (int n = 0; n < N; n++) SQ_UNROLL for (int j = 0; j < NV; j++) s[n][j] = zero();
+  for (long d = 0; d < dim; d++) {
+    const vf b = splat(a[d]);
+    SQ_UNROLL for (int n = 0; n < N; n++) SQ_UNROLL for (int j = 0; j < NV; j++) {
+      s[n][j] += b * load(x + (n * dim + d) * PC + j * VL);
+    }
+  }
+  SQ_UNROLL for (int n = 0; n < N; n++) SQ_UNROLL for (int j = 0; j < NV; j++) store(scores + n * PC + j * VL, s[n][j]);
+}
+
 // scores[rows][lds] = a[rows][lda] x, with x (dim, columns) in panels; whole panels are written.
 static void times_panels(long rows, long columns, long dim, const float* a, long lda, const float* x, float* scores,
                          long lds) {
-  for (long j = 0; j < columns; j += PC)
+  long j = 0;
+  if (rows == 1)
+    for (; j + 4 * PC <= columns; j += 4 * PC) row_times_panels<4>(dim, a, x + j * dim, scores + j);
+  for (; j < columns; j += PC)
     gemm(rows, NV, dim, a, lda, 1, x + j * dim, PC, scores + j, lds, FROM_ZERO);
 }
 

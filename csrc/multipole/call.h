@@ -50,6 +50,19 @@ struct SqMultipolePages {
   const int64_t* values; // (jobs, H): floats in front of the values
 };
 
+// Clusters of constant memory: (B, H, N) sizes and variances, (B, H, N, D) means, (B, H, N, E) mean values.
+struct SqFar {
+  float *size, *mean, *variance, *mean_value;
+};
+
+// Full tails of `jobs` rows that join the clusters `before`; `after` and the statistics have room for the result.
+struct SqConstant {
+  SqMultipolePages pages;  // statistics: of one page with N clusters
+  int64_t sinks, limit;    // N = sinks + limit: the first keys of a sequence, then clusters
+  int64_t clusters;        // of a chunk, by k-means
+  SqFar before, after;
+};
+
 struct SqMultipoleKernels {
   int (*forward)(const SqMultipole*);
   int (*backward)(const SqMultipole*);
@@ -58,6 +71,7 @@ struct SqMultipoleKernels {
   int (*cluster)(const SqMultipolePages*);
   int (*page)(const SqMultipolePages*);
   int (*grow)(const SqMultipolePages*, const SqMultipolePages*);
-  int (*summarise)(const SqMultipolePages*, int64_t, const float*, const float*, const float*, const float*);
+  int (*absorb)(const SqConstant*);
+  int (*summarise)(const SqConstant*);
   int64_t lanes;
 };

@@ -47,26 +47,38 @@ struct Plan {
   Clusters* heads;                            // [B * H]
 };
 
-static long cut(const SqMultipole& p, const Plan& plan, float* memory, Clusters* to) {
-  const long most = plan.chunks * plan.slots, keys = plan.chunks * p.chunk;
-  long used = 0;
-  auto take = [&](long floats) {
+// Memory cut into arrays, each on a cache line; without memory only the floats are counted.
+struct Cutter {
+  float* memory;
+  long used;
+  float* operator()(long floats) {
     float* at = memory ? memory + used : nullptr;
     used += padded(floats, 16);
     return at;
-  };
+  }
+};
+
+// What is known of at most `most` clusters of `chunks` chunks; transposed: mean values in panels too.
+static Clusters cut_columns(const SqMultipole& p, Cutter& take, long chunks, long most, long ldc, bool transposed) {
   Clusters c = {};
-  c.first = (long*)take(2 * (plan.chunks + 1));
+  c.first = (long*)take(2 * (chunks + 1));
   c.panel_at = (long*)take(2 * most);
   c.row_at = (int32_t*)take(most + 1);
   c.slot = (int32_t*)take(most);
-  c.mean_variance = take(plan.chunks + 1);
-  c.mean_t = take(p.dim * padded(plan.ldc, PC));
+  c.mean_variance = take(chunks + 1);
+  c.mean_t = take(p.dim * padded(ldc, PC));
   float** const arrays[] = {&c.log_size, &c.variance, &c.radius, &c.level, &c.spread, &c.mean_square, &c.size};
-  for (float** a : arrays) *a = take(plan.ldc);
-  c.mean_value = take(plan.ldc * plan.lde);
+  for (float** a : arrays) *a = take(ldc);
+  c.mean_value = take(ldc * padded(p.width, VL));
+  if (transposed) c.mean_value_t = take(p.width * padded(ldc, PC));
+  return c;
+}
+
+static long cut(const SqMultipole& p, const Plan& plan, float* memory, Clusters* to) {
+  const long most = plan.chunks * plan.slots, keys = plan.chunks * p.chunk;
   const bool gradient = p.dout.data != nullptr;
-  if (p.error >= 0 || p.estimate || gradient) c.mean_value_t = take(p.width * padded(plan.ldc, PC));
+  Cutter take = {memory, 0};
+  Clusters c = cut_columns(p, take, plan.chunks, most, plan.ldc, p.error >= 0 || p.estimate || gradient);
   c.panels = take(p.dim * (keys + most * (VL - 1)));
   c.values = take(keys * plan.lde);
   c.keys_by_rank = take((p.length_k + p.chunk - 1) / p.chunk * p.dim * plan.ldb);
@@ -79,7 +91,7 @@ static long cut(const SqMultipole& p, const Plan& plan, float* memory, Clusters*
     c.value_panels_by_rank = take((p.length_k + p.chunk - 1) / p.chunk * p.width * plan.ldb);
   }
   if (to) *to = c;
-  return used;
+  return take.used;
 }
 
 // Columns [from, ldc) get weight 0: they only fill up vectors.
@@ -116,12 +128,7 @@ static ChunkScratch chunk_scratch(const SqMultipole& p, float* memory, long* flo
   s.ldk = padded(p.dim, VL);
   const long chunk = p.chunk < p.length_k ? p.chunk : p.length_k;  // a chunk longer than the input is never complete
   s.ldt = odd_lines(chunk);
-  long used = 0;
-  auto take = [&](long n) {
-    float* at = memory ? memory + used : nullptr;
-    used += padded(n, 16);
-    return at;
-  };
+  Cutter take = {memory, 0};
   s.rows = take(chunk * s.ldk);
   s.panel = take(p.dim * s.ldt);
   s.scores = take(p.clusters * TOKENS);
@@ -130,7 +137,7 @@ static ChunkScratch chunk_scratch(const SqMultipole& p, float* memory, long* flo
   s.middle = take(s.ldk);
   s.assigned = (int32_t*)take(s.ldt);
   s.count = (int32_t*)take(p.clusters + chunk / p.largest + 1);
-  *floats = used;
+  *floats = take.used;
   return s;
 }
 

@@ -7,7 +7,7 @@
 // Each part is a sum relative to its own largest exponent; they are joined here under one normaliser.
 #pragma once
 
-#include "parts.h"
+#include "single.h"
 
 namespace SQ_NS::multipole {
 
@@ -164,8 +164,13 @@ SQ_INLINE void for_rows(Group& k, Body part) {
 // Everything of a group whose queries, sight and visible ranks are set.
 static void attend_group(Group& k) {
   load_queries(k);
-  for_rows(k, far_part);
-  if (k.clusters->first[k.sight.chunks]) chosen_part(k);
+  const bool clusters = k.clusters->first[k.sight.chunks] > 0;
+  if (clusters && k.n == 1) {
+    clusters_single(k);
+  } else {
+    for_rows(k, far_part);
+    if (clusters) chosen_part(k);
+  }
   for_rows(k, dense_part);
   for_rows(k, finish);
 }

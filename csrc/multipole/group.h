@@ -41,6 +41,8 @@ struct Group {
   long score_at[GROUP + 1];
   long* entry_of;              // [columns + 1]: first entry of a column
   int32_t *entry_row, *entry_at;
+  const float** rows;  // of a single query: rows or blocks of keys to read, and their weights
+  float* weights;
 };
 
 static Sight sight_of(const SqMultipole& p, const Clusters& c, long end) {
@@ -74,12 +76,7 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
   k.most = group_size(p, plan);
   const long columns = plan.chunks * plan.slots, chosen = chosen_keys(p, plan, true);
   const long entries = k.most * (chosen < columns ? chosen : columns);
-  long used = 0;
-  auto take = [&](long n) {
-    float* at = memory ? memory + used : nullptr;
-    used += padded(n, 16);
-    return at;
-  };
+  Cutter take = {memory, 0};
   k.q = take(k.most * k.ldq);
   k.square = take(k.most);
   const long rows = k.most < ROWS ? k.most : ROWS;
@@ -96,9 +93,12 @@ static Group cut_group(const SqMultipole& p, const Plan& plan, float* memory, lo
     k.selection[i] = {};
     k.selection[i].columns = (int32_t*)take((chosen < columns ? chosen : columns) + VL);
   }
-  k.key_scores = take(k.most * chosen + entries * (VL - 1) + VL);
+  k.key_scores = take(k.most * chosen + entries * (VL - 1) + 8 * VL);
+  const long listed = (chosen > columns ? chosen : columns) + 64;
+  k.rows = (const float**)take(2 * listed);
+  k.weights = take(listed);
   k.depth = 4.0f;
-  *floats = used;
+  *floats = take.used;
   return k;
 }
 

@@ -16,30 +16,15 @@ namespace SQ_NS::multipole {
 static float* const ORIGIN = (float*)64;
 SQ_INLINE long place_of(const float* at) { return ((intptr_t)at - (intptr_t)ORIGIN) / (long)sizeof(float); }
 
-// The statistics of one key head; arrays in the order of their addresses.
+// The statistics of one key head.
 static long cut_statistics(const SqMultipolePages& s, float* memory, Clusters* to) {
   const SqMultipole& p = s.call;
-  const long most = s.capacity * (p.clusters + p.chunk / p.largest), ldc = padded(most, PC), lde = padded(p.width, VL);
-  long used = 0;
-  auto take = [&](long floats) {
-    float* at = memory ? memory + used : nullptr;
-    used += padded(floats, 16);
-    return at;
-  };
-  Clusters c = {};
-  c.first = (long*)take(2 * (s.capacity + 1));
-  c.panel_at = (long*)take(2 * most);
+  const long most = s.capacity * (p.clusters + p.chunk / p.largest);
+  Cutter take = {memory, 0};
+  Clusters c = cut_columns(p, take, s.capacity, most, padded(most, PC), p.error >= 0);
   c.value_at = (long*)take(2 * most);
-  c.row_at = (int32_t*)take(most + 1);
-  c.slot = (int32_t*)take(most);
-  c.mean_variance = take(s.capacity + 1);
-  c.mean_t = take(p.dim * ldc);
-  float** const arrays[] = {&c.log_size, &c.variance, &c.radius, &c.level, &c.spread, &c.mean_square, &c.size};
-  for (float** a : arrays) *a = take(ldc);
-  c.mean_value = take(ldc * lde);
-  if (p.error >= 0) c.mean_value_t = take(p.width * ldc);
   if (to) *to = c;
-  return used;
+  return take.used;
 }
 
 static int64_t statistics_floats(const SqMultipolePages* s) { return cut_statistics(*s, nullptr, nullptr); }
@@ -238,27 +223,6 @@ static int grow(const SqMultipolePages* from, const SqMultipolePages* to) {
     for (int i = 0; i < 7; i++) copy(made[i], old[i], sizeof(float) * n);
     copy(b.mean_value, a.mean_value, sizeof(float) * n * lde);
     if (p.error >= 0) copy(b.mean_value_t, a.mean_value_t, sizeof(float) * whole * p.width);
-  }
-  return SQ_OK;
-}
-
-// The statistics of one page from those of its clusters: size, variance (B, H, n), mean (B, H, n, D), mean value (B, H, n, E).
-// It has no keys: none of its clusters may be chosen.
-static int summarise(const SqMultipolePages* s, int64_t n, const float* size, const float* mean, const float* variance,
-                     const float* mean_value) {
-  const SqMultipole& p = s->call;
-  const long lde = padded(p.width, VL), floats = statistics_floats(s);
-  for (long head = 0; head < p.batch * p.heads_kv; head++) {
-    Clusters c;
-    cut_statistics(*s, s->statistics + head * floats, &c);
-    c.first[1] = n;
-    for (long j = 0; j < n; j++) {
-      const long at = head * n + j;
-      for (long d = 0; d < p.dim; d++) *panel_entry(c.mean_t, p.dim, d, j) = mean[at * p.dim + d];
-      memcpy(c.mean_value + j * lde, mean_value + at * p.width, sizeof(float) * p.width);
-      c.log_size[j] = size[at] > 0.0f ? logf(size[at]) : -INFINITY;
-      c.variance[j] = variance[at], c.size[j] = size[at];
-    }
   }
   return SQ_OK;
 }

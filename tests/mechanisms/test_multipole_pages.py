@@ -130,6 +130,23 @@ def test_a_step_writes_behind_what_is_there():
     assert all(torch.equal(a, b) for a, b in zip(kept, pages, strict=True))
 
 
+# -- one query ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [{"exact_keys": 12}, {"exact_keys": 0}, {"error": 0.05}])
+@pytest.mark.parametrize("large", [1.0, 1e6, 1e12, float("inf")])
+def test_a_step_reads_every_value_that_can_be_seen(kind, large):
+    """A weight of e^-20 and less counts where its value is large; weights that cannot be seen are not read at all."""
+    attn, (q, k, v) = sq.create("multipole", 8, **OPTIONS, **kind), draw(64, batch=1)
+    q, k = 6 * q, 2 * k
+    v[:, :, ::7, 0] *= large
+    want = attn(q, k, v, is_causal=True)
+    _, state = attn.scan(*(x[:, :, :40] for x in (q, k, v)))
+    for i in range(40, 64):
+        out, state = step(attn, (q, k, v), i, state)
+        torch.testing.assert_close(out[:, :, 0], want[:, :, i], rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
 # -- constant memory --------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +201,37 @@ def test_constant_memory_equals_its_definition():
     q, k, v = (x[:1, :1].double() for x in draw(50))
     want = dense_constant(attn, q[0, 0], k[0, 0], v[0, 0], 8**-0.5)
     assert (attn(q, k, v, is_causal=True)[0, 0] - want).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("kinds", ["drawn", "repeated", "one"])
+def test_the_native_merge_is_the_merge_of_the_definition(kinds):
+    """Clusters after many borders, one row ahead of the other; with repeated tokens most distances are ties at 0."""
+    options = {"chunk": 32, "clusters": 7, "limit": 20, "sinks": 3, "memory": "constant", "seed": 1}
+    attn, (q, k, v) = sq.create("multipole", 8, **options), draw(500)
+    if kinds != "drawn":
+        which = torch.randint(12 if kinds == "repeated" else 1, (500,), generator=torch.Generator().manual_seed(3))
+        k = k[:, :, which] + 100.0  # and a large common part
+    mask = torch.ones(2, 500, dtype=torch.bool)
+    mask[1, :40] = False
+    state, plain = None, None
+    for a in range(0, 500, 50):
+        part = tuple(x[:, :, a : a + 50] for x in (q, k, v))
+        out, state = attn.scan(*part, state, key_mask=mask[:, a : a + 50])
+        want, plain = attn.scan(*part, plain, key_mask=mask[:, a : a + 50], backend="chunked")
+        assert state.pages is not None and plain.pages is None
+        assert (out - want).abs().max() < 2e-5
+        assert torch.equal(state.size, plain.size)
+        for name in ("mean", "variance", "mean_value"):
+            torch.testing.assert_close(getattr(state, name), getattr(plain, name), rtol=1e-4, atol=1e-4)
+
+
+def test_a_border_survives_keys_that_are_not_finite():
+    attn, (q, k, v) = sq.create("multipole", 8, **OPTIONS, memory="constant", limit=4, sinks=1), draw(60)
+    k[:, :, 5] = float("nan")
+    k[:, :, 21] = float("inf")
+    k[:, :, 22] = -1e30
+    _, state = attn.scan(q, k, v)
+    assert (state.size.sum(-1) + state.memory().held()[:, None] == 60).all()
 
 
 def test_constant_memory_is_constant_and_counts_every_key():

@@ -26,6 +26,7 @@ from .definition import Spec, take
 __all__ = ["Bounded", "Far", "Memory", "absorb_chunk", "attend", "empty", "extend", "read", "scan"]
 
 LARGE = 1e38
+SAME = 1e-6  # means whose distance is a smaller part of their squares are the same: rounding must not tell them apart
 
 
 class Bounded(NamedTuple):
@@ -88,11 +89,15 @@ def _round(size: Tensor, mean: Tensor, excess: Tensor) -> tuple[Tensor, Tensor, 
     number = torch.arange(size.shape[-1], device=size.device)
     there = size > 0
     square = mean.square().sum(-1)
-    away = (square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * mean @ mean.mT).clamp(min=0)
+    both = square.unsqueeze(-1) + square.unsqueeze(-2)
+    away = both - 2 * mean @ mean.mT
+    away = away.masked_fill(away <= SAME * both, 0.0)
     cost = away * (size.unsqueeze(-1) * size.unsqueeze(-2)) / (size.unsqueeze(-1) + size.unsqueeze(-2)).clamp(min=1)
     cost = cost.nan_to_num(nan=LARGE, posinf=LARGE).clamp(max=LARGE)  # what is not a number still has to go somewhere
     pair = there.unsqueeze(-1) & there.unsqueeze(-2) & (number != number[:, None])
-    value, near = cost.masked_fill(~pair, float("inf")).min(-1)
+    cost = cost.masked_fill(~pair, float("inf"))
+    near = cost.argmin(-1)  # the first of equals
+    value = cost.gather(-1, near.unsqueeze(-1)).squeeze(-1)
     first = (near.gather(-1, near) == number) & (number < near) & (value < float("inf"))
     rank = value.masked_fill(~first, float("inf")).sort(dim=-1, stable=True).indices.argsort(-1)
     keeps = first & (rank < excess.unsqueeze(-1))  # this one takes its nearest in

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from ..native.operators import check_status
+from ..native.stateless import EMPTY_MASK
 from ..operator import Call
-from .constant import Bounded, Far, Memory, absorb_chunk, empty
+from .constant import Bounded, Far, Memory, empty
 from .definition import Choices, Spec
-from .native import MultipolePages, loaded
+from .native import Constant, MultipolePages, loaded
 from .pages import Pages, Store, empty_tail, fill_tail
 
 __all__ = ["ConstantPages", "begin_constant"]
-
-_NONE = torch.empty(0, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -45,33 +44,32 @@ class ConstantPages(Pages):
     def _paged(self, rows: list[int], known: Choices | None = None) -> ConstantPages:
         if not rows:
             return self
-        assert self.bounded is not None and self.far is not None
-        index = torch.tensor(rows)
-        keys, values = self.tail.keys[index, ..., : self.dim], self.tail.values[index, ..., : self.width]
-        first = torch.tensor([self.chunks[b] == 0 for b in rows])
-        with torch.no_grad():
-            grown = absorb_chunk(self.bounded, Far(*(x[index] for x in self.far)), keys, values, first)
-        far = Far(*(x.index_copy(0, index, y) for x, y in zip(self.far, grown, strict=True)))
+        assert self.far is not None
         held = tuple(0 if b in rows else n for b, n in enumerate(self.held))
         chunks = tuple(n + (b in rows) for b, n in enumerate(self.chunks))
+        far = Far(*(x.clone() for x in self.far))
+        statistics = self._write("absorb", far, self.store.statistics.clone(), rows)
         tail = self._tail(self.tail.room, held, held)
-        return replace(self, far=far, chunks=chunks, held=held, tail=tail)._with_statistics()
+        return replace(self, far=far, store=_store(statistics), chunks=chunks, held=held, tail=tail)
 
-    def _with_statistics(self) -> ConstantPages:
-        """The same with the statistics of its clusters laid out."""
-        assert self.far is not None
-        size, mean, variance, mean_value = (x.contiguous() for x in self.far)
-        batch, heads = size.shape[:2]
-        none = torch.empty(batch, heads, 0, 1)
-        made = replace(self, store=Store(torch.empty(0), 1, [[] for _ in range(batch)]))
-        call, alive = made._call(self.spec, none, none, none, _NONE)
-        statistics = torch.zeros(batch, heads, loaded().subquad_multipole_statistics(ctypes.byref(call)))
-        call.statistics = statistics.data_ptr()
-        given = [x.data_ptr() for x in (size, mean, variance, mean_value)]
-        check_status(loaded().subquad_multipole_summarise(ctypes.byref(call), size.shape[2], *given))
+    def _write(self, what: str, far: Far, statistics: Tensor, rows: list[int]) -> Tensor:
+        """Statistics, written: of `far` as it is ("summarise"), or after the tails of `rows` have joined ("absorb")."""
+        assert self.bounded is not None and self.far is not None
+        none = torch.empty(len(self.held), self.heads, 0, 1)
+        call = Constant()
+        call.pages, alive = self._call(self.spec, none, none, none, EMPTY_MASK)
+        call.sinks, call.limit, call.clusters = self.bounded.sinks, self.bounded.limit, self.bounded.spec.clusters
+        for field, clusters in ((call.before, self.far), (call.after, far)):
+            field.size, field.mean, field.variance, field.mean_value = (x.data_ptr() for x in clusters)
+        jobs = (ctypes.c_int64 * len(rows))(*rows)
+        call.pages.jobs, call.pages.rows = len(rows), ctypes.addressof(jobs)
+        if not statistics.numel():
+            floats = loaded().subquad_multipole_statistics(ctypes.byref(call.pages))
+            statistics = torch.zeros(len(self.held), self.heads, floats)
+        call.pages.statistics = statistics.data_ptr()
+        check_status(getattr(loaded(), f"subquad_multipole_{what}")(ctypes.byref(call)))
         del alive
-        made.store.statistics = statistics
-        return made
+        return statistics
 
     def plain(self) -> dict[str, Tensor]:
         """The tensors of `ConstantState`."""
@@ -92,7 +90,7 @@ def begin_constant(bounded: Bounded, call: Call, k: Tensor, v: Tensor, memory: M
     # One set of clusters in place of those of a page; none is taken key by key.
     layout = spec._replace(clusters=bounded.sinks + bounded.limit, largest=spec.chunk, exact_keys=0, error=None)
     far = empty(bounded, k[:, :, :0].float(), v[:, :, :0].float()).far if memory is None else memory.far
-    far = Far(*(x.detach().float() for x in far))
+    far = Far(*(x.detach().float().contiguous() for x in far))
     held = (0,) * batch if memory is None else tuple(memory.held().tolist())
     chunks = held if memory is None else tuple(memory.absorbed().tolist())
     room = min(spec.chunk, max(64, *held)) if held else spec.chunk
@@ -103,8 +101,13 @@ def begin_constant(bounded: Bounded, call: Call, k: Tensor, v: Tensor, memory: M
         tail.filled = held
     made = ConstantPages(
         *(layout, call.scale, spec.starts().to(torch.int32), heads, dim, width, torch.float32),
-        *(Store(torch.empty(0), 1, []), chunks, tail, held),
+        *(_store(torch.empty(0)), chunks, tail, held),
         bounded=bounded,
         far=far,
     )
-    return made._with_statistics()
+    return replace(made, store=_store(made._write("summarise", far, torch.empty(0), [])))
+
+
+def _store(statistics: Tensor) -> Store:
+    """The one page that the clusters stand for."""
+    return Store(statistics, 1, [[] for _ in range(len(statistics))])

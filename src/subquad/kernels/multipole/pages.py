@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from ..native.operators import check_status
+from ..native.stateless import EMPTY_MASK, write_shape, write_tensors
 from ..operator import Call
 from .definition import Choices, Spec
-from .native import MultipolePages, fill_call, loaded, options_of, write_tensor
+from .native import MultipolePages, loaded, options_of, write_options
 
 __all__ = ["Pages", "Store", "Tail", "begin", "empty_tail", "fill_tail"]
 
 _lock = threading.Lock()
-_NO_MASK = torch.empty(0, dtype=torch.bool)
 
 
 class Page(NamedTuple):
@@ -115,7 +115,8 @@ class Pages:
     def _call(self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[MultipolePages, list[Any]]:
         """The call for the library, and what must live as long."""
         call, batch = MultipolePages(), len(self.held)
-        fill_call(call.call, q, k, v, mask, self.starts, options_of(spec, self.scale))
+        write_shape(call.call, q, k, v)
+        write_options(call.call, mask, self.starts, *options_of(spec, self.scale))
         call.call.batch, call.call.heads_kv, call.call.dim, call.call.width = batch, self.heads, self.dim, self.width
         numbers = (ctypes.c_int64 * (2 * batch))(*self.chunks, *self.held)
         place = ctypes.addressof(numbers)
@@ -155,10 +156,10 @@ class Pages:
                 k[:, :, :0] if q is None else q[:, :, start:end],
                 k[:, :, start:end],
                 v[:, :, start:end],
-                _NO_MASK if here is None else here,
+                EMPTY_MASK if here is None else here,
             )
             if out is not None:
-                write_tensor(call.call, "out", out[:, :, start:end])
+                write_tensors(call.call, out=out[:, :, start:end])
             check_status(loaded().subquad_multipole_step(ctypes.byref(call)))
             del alive
             after = replace(after, held=tuple(n + m for n, m in zip(after.held, new, strict=True)))
@@ -170,8 +171,8 @@ class Pages:
         seen = self._paged(full)
         none = torch.empty(q.shape[0], self.heads, 0, max(self.dim, self.width), dtype=self.dtype)
         out = torch.empty((*q.shape[:3], self.width), dtype=self.dtype)
-        call, alive = seen._call(self.spec._replace(causal=False), q, none, none, _NO_MASK)
-        write_tensor(call.call, "out", out)
+        call, alive = seen._call(self.spec._replace(causal=False), q, none, none, EMPTY_MASK)
+        write_tensors(call.call, out=out)
         check_status(loaded().subquad_multipole_step(ctypes.byref(call)))
         del alive
         return out
@@ -217,7 +218,7 @@ class Pages:
         order = torch.empty(len(rows), heads, spec.chunk, dtype=torch.int32)
         sizes = torch.zeros(len(rows), heads, spec.slots, dtype=torch.int32)
         none = torch.empty(len(self.held), heads, 0, 1)
-        call, alive = self._call(spec, none, none, none, _NO_MASK)
+        call, alive = self._call(spec, none, none, none, EMPTY_MASK)
         jobs = (ctypes.c_int64 * len(rows))(*rows)
         call.jobs, call.rows = len(rows), ctypes.addressof(jobs)
         call.call.order, call.call.sizes = order.data_ptr(), sizes.data_ptr()
@@ -362,7 +363,7 @@ def begin(spec: Spec, call: Call, k: Tensor, v: Tensor) -> Pages:
         ),
         *((0,) * batch, tail, (0,) * batch),
     )
-    size, alive = made._call(spec, k[:, :, :0], k[:, :, :0], v[:, :, :0], _NO_MASK)
+    size, alive = made._call(spec, k[:, :, :0], k[:, :, :0], v[:, :, :0], EMPTY_MASK)
     made.store.statistics = torch.zeros(batch, heads, loaded().subquad_multipole_statistics(ctypes.byref(size)))
     del alive
     return made

@@ -107,6 +107,23 @@ class Operator:
             self._checked["size"] = True
         return loaded
 
+    def structure(
+        self,
+        inputs: tuple[Tensor, ...],
+        batched: list[Tensor],
+        shared: list[Tensor],
+        whole: list[int],
+        real: list[float],
+        results: list[Tensor],
+        **gradients: Tensor,
+    ) -> Any:
+        """The structure of a call on q, k, v; the caller keeps every tensor alive."""
+        call: Any = self.kind()
+        write_shape(call, *inputs)
+        write_tensors(call, out=results[0], **gradients)
+        self.fill(call, batched, shared, whole, real, results)
+        return call
+
     def call_forward(
         self,
         q: Tensor,
@@ -120,10 +137,7 @@ class Operator:
     ) -> list[Tensor]:
         """The forward itself, without torch's dispatcher around it."""
         results = self.results(q, k, v, whole, keep)
-        call: Any = self.kind()
-        write_shape(call, q, k, v)
-        write_tensors(call, out=results[0])
-        self.fill(call, batched, shared, whole, real, results)
+        call = self.structure((q, k, v), batched, shared, whole, real, results)
         check_status(getattr(self.library(), f"subquad_{self.name}_forward")(ctypes.byref(call)))
         return results
 
@@ -138,13 +152,10 @@ class Operator:
     ) -> list[Tensor]:
         """(dq, dk, dv); saved = [q, k, v, *results of the forward]."""
         q, k, v, *results = saved
-        call: Any = self.kind()
-        write_shape(call, q, k, v)
         # Sums over queries are formed in float32 whatever the dtype of the inputs.
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
         grad = grad.contiguous()
-        write_tensors(call, out=results[0], dout=grad, dq=dq, dk=dk, dv=dv)
-        self.fill(call, batched, shared, whole, real, results)
+        call = self.structure((q, k, v), batched, shared, whole, real, results, dout=grad, dq=dq, dk=dk, dv=dv)
         check_status(getattr(self.library(), f"subquad_{self.name}_backward")(ctypes.byref(call)))
         return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
