@@ -143,6 +143,20 @@ def antibody_batches(path: Path, model: Path, species: str, batch: int = 16) -> 
     return padded(rows, batch, words["[PAD]"]), sum(map(len, rows)) / len(rows)
 
 
+def sampled_antibodies(
+    model: Any, folder: Path, species: str, count: int, batch: int = 16
+) -> tuple[list[Batch], float]:
+    """Heavy chains that IgLM writes itself, up to its end of a chain."""
+    words = _vocabulary(folder)
+    start = torch.tensor([[words["[HEAVY]"], words[f"[{species}]"]]] * count)
+    torch.manual_seed(0)
+    found = model.generate(
+        start, do_sample=True, max_length=150, pad_token_id=words["[PAD]"], eos_token_id=words["[SEP]"]
+    ).tolist()
+    rows = [row[: row.index(words["[SEP]"]) + 1] if words["[SEP]"] in row else row for row in found]
+    return padded(rows, batch, words["[PAD]"]), sum(map(len, rows)) / len(rows)
+
+
 def written_out(model: Any) -> Any:
     """An ALBERT whose one shared layer is there once per depth, with the same weights: the same function, but each
     depth can have statistics and a plan of its own, which queries and keys as different as those of its depths need.

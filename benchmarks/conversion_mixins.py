@@ -4,13 +4,12 @@ library.
     python benchmarks/conversion_mixins.py CHECKOUT [-k generate]
 
 CHECKOUT is a git checkout of transformers of the installed version, or near it, for its `tests` folder. Prints what
-fails; the reference page of the models says why these do.
+fails; docs/howto/conversion-inside.md says why these do.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import sys
 import unittest
@@ -20,10 +19,10 @@ from typing import Any
 
 import torch
 from conversion_testers import import_test
+from torch.utils import _pytree as pytree
 
 import subquad as sq
 
-# What a StateCache is not: keys and values by layer, tokens that can be taken back, tensors of one shape.
 SIZE: dict[str, Any] = {
     "layers": 2,
     "heads": 4,
@@ -52,6 +51,19 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def check_cache(case: Any, batch_size: int, past_key_values: Any, seq_length: int, config: Any) -> None:
+    """What the mixin asks models to say for themselves whose cache has no keys: its layers, rows and tokens."""
+    assert isinstance(past_key_values, sq.hf.StateCache)
+    assert len(past_key_values) == config.num_hidden_layers
+    for layer in past_key_values.layers:
+        assert (layer.batch_size, layer.get_seq_length()) == (batch_size, seq_length)
+
+
+def check_equal(case: Any, one: Any, other: Any) -> None:
+    """The same states in two caches."""
+    torch.testing.assert_close(pytree.tree_leaves(one.model_state), pytree.tree_leaves(other.model_state))
+
+
 def suite(checkout: Path, pattern: str | None) -> unittest.TestSuite:
     sys.path.insert(0, str(checkout))
     common = import_test("tests.test_modeling_common")
@@ -77,6 +89,8 @@ def suite(checkout: Path, pattern: str | None) -> unittest.TestSuite:
             "has_attentions": False,
             "test_resize_embeddings": True,
             "setUp": set_up,
+            "_check_past_key_values_for_generate": check_cache,
+            "_check_caches_are_equal": check_equal,
         }
         bases = (common.ModelTesterMixin, *((generation.GenerationTesterMixin,) if kind == "decoder" else ()))
         case = type(f"Subquad{kind.title()}", (*bases, unittest.TestCase), members)
@@ -92,7 +106,6 @@ def main() -> None:
     parser.add_argument("-k", help="only tests with this in their name")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    importlib.import_module("transformers").logging.set_verbosity_error()
     result = unittest.TextTestRunner(verbosity=0, stream=io.StringIO()).run(suite(arguments.checkout, arguments.k))
     for case, trace in [*result.failures, *result.errors]:
         print(f"{case}: {trace.strip().splitlines()[-1][:300]}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig, BertForQuestionAnswering
 
 import subquad as sq
 from subquad.hf import convert, revert
@@ -85,6 +86,34 @@ def test_logits_that_decide_count_however_many_do_not() -> None:
     divergence = torch.nn.functional.kl_div(found.log_softmax(-1), exact.softmax(-1), reduction="sum")
     assert output_error([("logits", found, None)], [("logits", exact, None)]) == pytest.approx(3 * float(divergence))
     assert (found - exact).square().sum() / (exact + 17.5).square().sum() < 0.001
+
+
+def test_labelled_tokens_alone_count() -> None:
+    model = make("bert")
+    batch = text(seed=0)
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels[:, 2:4] = 5
+    ((_, logits, counted),) = outputs(model, [{**batch, "labels": labels}])
+    assert counted is not None and torch.equal(counted, labels != -100)
+    wrong = logits.clone()
+    wrong[:, 5:] += torch.randn_like(wrong[:, 5:])
+    assert output_error([("logits", wrong, counted)], [("logits", logits, counted)]) == 0
+    wrong = logits.clone()
+    wrong[:, 2:4] += torch.randn_like(wrong[:, 2:4])
+    found = output_error([("logits", wrong, counted)], [("logits", logits, counted)])
+    assert found > 2 * output_error([("logits", wrong, None)], [("logits", logits, None)]) > 0
+    nobody = {**batch, "labels": torch.full_like(labels, -100)}
+    ((_, _, counted),) = outputs(model, [nobody])
+    assert counted is None or torch.equal(counted, batch["attention_mask"].bool())
+
+
+def test_answers_to_questions_are_logits(known_times: None) -> None:
+    config = BertConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model = BertForQuestionAnswering(config).eval()
+    ((kind, x, _),) = outputs(model, [text(seed=0)])
+    assert kind == "logits" and x.shape[1] == 2
+    _, report = convert(model, calibration=[text(seed=s) for s in range(4)], length=8192, candidates=CANDIDATES)
+    assert report.choice is not None and report.choice.error <= 0.01
 
 
 def test_bad_input() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import subquad as sq
-from subquad.features.calibration import balancing_map
+from subquad.features.calibration import balancing_map, whitening_map
 from subquad.hf.conversion.restoring import rebuild
 from subquad.mechanisms.head_groups import HeadGroups, HeadGroupsState
 
@@ -132,6 +132,60 @@ def test_balance_leaves_exact_parts_alone_and_makes_features_better():
     torch.testing.assert_close(near(q, k, v), sq.attention(q, k, v, "local", window=5), rtol=1e-3, atol=1e-4)
 
 
+def test_whitening_map_makes_distances_of_keys_those_of_their_scores():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 4000, D, generator=generator, dtype=torch.float64) * torch.linspace(1, 4, D) + 3
+    y = torch.randn(2, 30, D, generator=generator, dtype=torch.float64)
+    mean = x.mean(1)
+    there, back = whitening_map(mean, (x - mean[:, None]).mT @ (x - mean[:, None]) / 4000)
+    torch.testing.assert_close((x @ there.mT) @ (y @ back.mT).mT, x @ y.mT, rtol=1e-9, atol=1e-9)
+    gap = y[:, :1] - y[:, 1:]
+    distance = (gap @ back.mT).square().sum(-1)
+    torch.testing.assert_close(distance, (x @ gap.mT).square().mean(1), rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["multipole", "improved-clustered"])
+def test_balance_makes_clusters_better(name):
+    options = {
+        "multipole": {"chunk": 64, "clusters": 8, "exact_keys": 8, "seed": 0},
+        "improved-clustered": {"clusters": 8, "topk": 4, "clustering": "lloyd", "seed": 0},
+    }[name]
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 2, H, 256, D, generator=generator)
+    # One side is spread widely where the other one does not look.
+    looks = torch.where(torch.arange(D) < 2, 1.5, 0.02)
+    spread = torch.where(torch.arange(D) < 2, 1.0, 5.0)
+    q, k = (q * looks, k * spread) if name == "multipole" else (q * spread, k * looks)
+    exact = sq.attention(q, k, v, "softmax")
+
+    def error(balance):
+        attn = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": name, **options}], balance=balance)
+        if balance:
+            attn.calibrate(q, k)
+        return float((attn(q, k, v) - exact).norm() / exact.norm())
+
+    assert error(True) < 0.6 * error(False)
+
+
+def test_groups_have_coordinates_of_their_own():
+    q, k, _ = inputs(dtype=torch.float32)
+    q = q + 2.0
+    groups = [
+        {"heads": [1], **SDERF},
+        {"heads": [3], "mechanism": "multipole", "chunk": 8, "clusters": 2, "seed": 0},
+        {"heads": [0, 2], "mechanism": "local", "window": 3},
+    ]
+    attn = HeadGroups(D, H, groups=groups, balance=True)
+    attn.calibrate(q, k)
+    maps, stats = attn.balancing.query_map, attn.balancing.calibration
+    eye = torch.eye(D)
+    assert torch.equal(maps[0], eye) and torch.equal(maps[2], eye)  # a window needs none
+    torch.testing.assert_close(maps[1], balancing_map(stats.query_cov, stats.key_cov)[0][1].float())
+    torch.testing.assert_close(maps[3], whitening_map(stats.query_mean, stats.query_cov)[0][3].float())
+    scores = (q @ maps.mT) @ (k @ attn.balancing.key_map.mT).mT
+    torch.testing.assert_close(scores, q @ k.mT, rtol=1e-3, atol=1e-3)
+
+
 def test_calibration_in_batches_equals_calibration_at_once():
     q, k, v = inputs(dtype=torch.float32)
     groups = [{"heads": [1, 3], **SDERF}, {"heads": [0, 2], "mechanism": "taylor", "degree": 1, "center": True}]
@@ -178,6 +232,6 @@ def test_wrong_groups_are_refused(groups, message):
 
 
 def test_uncalibrated_balance_says_what_to_do():
-    attn = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": "taylor"}], balance=True)
+    attn = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": "performer", "seed": 0}], balance=True)
     with pytest.raises(RuntimeError, match="calibrate"):
         attn(*inputs())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .precision import Float32Buffers
 
-__all__ = ["Calibration", "balancing_map", "calibrations"]
+__all__ = ["Calibration", "balancing_map", "calibrations", "whitening_map"]
 
 # Of the mean variance, added to every direction: directions that the sample hardly shows are not stretched beyond it.
 FLOOR = 1e-3
@@ -29,6 +29,14 @@ def _power(matrix: Tensor, exponent: float) -> Tensor:
     least = values[..., -1:].clamp(min=torch.finfo(values.dtype).tiny) * 1e-12
     power: Tensor = (vectors * values.clamp(min=least).pow(exponent).unsqueeze(-2)) @ vectors.mT
     return power
+
+
+def _floored(cov: Tensor) -> Tensor:
+    """cov (H, D, D) in float64, with something in directions that are never used."""
+    cov = cov.to(torch.float64)
+    mean = cov.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    eye = torch.eye(cov.shape[-1], dtype=torch.float64, device=cov.device)
+    return cov + (FLOOR * mean + torch.finfo(torch.float64).tiny) * eye
 
 
 def balancing_map(query_cov: Tensor, key_cov: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,17 +52,28 @@ def balancing_map(query_cov: Tensor, key_cov: Tensor) -> tuple[Tensor, Tensor]:
     >>> [round(float(x), 2) for x in (T @ q.double() @ T.mT).diagonal(dim1=-2, dim2=-1)[0]]
     [2.0, 2.0]
     """
-    eye = torch.eye(query_cov.shape[-1], dtype=torch.float64, device=query_cov.device)
-
-    def floored(cov: Tensor) -> Tensor:
-        cov = cov.to(torch.float64)
-        mean = cov.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        return cov + (FLOOR * mean + torch.finfo(torch.float64).tiny) * eye
-
-    x, y = floored(query_cov), floored(key_cov)
+    x, y = _floored(query_cov), _floored(key_cov)
     root, inverse = _power(x, 0.5), _power(x, -0.5)
     squared = inverse @ _power(root @ y @ root, 0.5) @ inverse
     return _power(squared, 0.5), _power(squared, -0.5)
+
+
+def whitening_map(query_mean: Tensor, query_cov: Tensor) -> tuple[Tensor, Tensor]:
+    """T and T^-T (H, D, D) for which the queries T x have the identity as second moment; (H, D), (H, D, D).
+
+        T = M^{-1/2},  M = E[x x^T] = Cov(x) + E[x] E[x]^T;   |T^-T (y - y')|^2 = E (x.y - x.y')^2
+
+    Distances of keys are then the differences of scores that they make, which is what clusters of keys have to keep
+    small. The mean of the queries counts: what it adds to a score differs between keys.
+
+    >>> mean, cov = torch.tensor([[3.0, 0.0]]), torch.eye(2)[None]
+    >>> T, back = whitening_map(mean, cov)
+    >>> [round(float(x), 2) for x in back[0] @ torch.tensor([1.0, 0.0]).double()]
+    [3.16, 0.0]
+    """
+    mean = query_mean.to(torch.float64).unsqueeze(-1)
+    moment = _floored(query_cov.to(torch.float64) + mean @ mean.mT)
+    return _power(moment, -0.5), _power(moment, 0.5)
 
 
 class Calibration(Float32Buffers):

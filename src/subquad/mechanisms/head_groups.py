@@ -3,8 +3,13 @@
     out[heads of group g] = mechanism_g(T q, T^-T k, v)[heads of group g]
 
 Some heads look at their neighbours, some at the whole sequence: a window serves the first, features the second. With
-`balance`, queries and keys are first brought to the same covariance, which leaves every score as it is,
-(T q).(T^-T k) = q.k, and makes random features several times less noisy; T comes from calibration.
+`balance`, queries and keys are first brought to coordinates that suit the group's mechanism, which leaves every score
+as it is, (T q).(T^-T k) = q.k. T comes from calibration:
+
+    random features        the same covariance for queries and keys: several times less noise
+    clusters of keys       E[q q^T] = 1: keys that make the same scores are near each other
+    clusters of queries    Cov(k) = 1, in the same way; what all keys share changes no weight
+    anything else          as they are
 """
 
 from __future__ import annotations
@@ -17,12 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..features.calibration import Calibration, balancing_map, calibrations
+from ..features.calibration import Calibration, balancing_map, calibrations, whitening_map
 from ..features.precision import Float32Buffers, full_precision
 from ..features.random import ExponentialFeatures
+from ..features.seeded import Projection
 from ..kernels.operator import Call
 from ..state import check_continues, check_same, merge, register_state
 from .base import Mechanism
+from .clustered import Clustered, ImprovedClustered
+from .multipole import Multipole
 
 __all__ = ["HeadGroups", "HeadGroupsState"]
 
@@ -63,12 +71,19 @@ class _Balance(Float32Buffers):
         for name in ("query_map", "key_map"):
             self.register_buffer(name, torch.eye(head_dim).repeat(heads, 1, 1))
 
-    def refresh(self) -> None:
-        """T from the statistics."""
-        found = balancing_map(self.calibration.query_cov, self.calibration.key_cov)
+    def refresh(self, part: Mechanism, heads: Tensor) -> None:
+        """T of some heads, for their mechanism, from the statistics."""
+        stats = self.calibration
+        if isinstance(part, Multipole):
+            found = whitening_map(stats.query_mean[heads], stats.query_cov[heads])
+        elif isinstance(part, (Clustered, ImprovedClustered)):
+            keys = stats.key_cov[heads]
+            found = whitening_map(torch.zeros_like(keys[..., 0]), keys)[::-1]
+        else:
+            found = balancing_map(stats.query_cov[heads], stats.key_cov[heads])
         with torch.no_grad():
-            self.query_map.copy_(found[0])
-            self.key_map.copy_(found[1])
+            self.query_map[heads] = found[0].to(self.query_map.dtype)
+            self.key_map[heads] = found[1].to(self.key_map.dtype)
 
     def moved(self, part: Calibration, heads: Tensor) -> None:
         """The statistics of some heads as they are in the new coordinates."""
@@ -116,7 +131,7 @@ class HeadGroups(Mechanism):
 
     groups:  [{"heads": [KV heads], "mechanism": name or object, **options}, ...], every KV head in one of them; the
              query heads that share a KV head go with it
-    balance: T q and T^-T k instead of q and k, T from calibrate(q, k)
+    balance: T q and T^-T k instead of q and k where that helps, T from calibrate(q, k)
 
     It is causal, recurrent and of constant memory where all of its mechanisms are.
 
@@ -256,31 +271,31 @@ class HeadGroups(Mechanism):
     def _spread(self) -> None:
         """From the statistics to the coordinates and to what the groups know in them."""
         assert self.balancing is not None
-        self.balancing.refresh()
         for i, part in enumerate(self.parts()):
+            heads = self.get_buffer(f"kv_{i}")
+            if _has_coordinates(part):
+                self.balancing.refresh(part, heads)
             for calibration in calibrations(part):
-                self.balancing.moved(calibration, self.get_buffer(f"kv_{i}"))
+                self.balancing.moved(calibration, heads)
             _use(part)
 
     def _check_ready(self) -> None:
         if self.balancing is not None and not self.balancing.calibration.ready:
             raise RuntimeError("balance=True needs calibration: call calibrate(q, k) on sample data first")
 
-    def _balanced(self, q: Tensor | None, k: Tensor | None) -> tuple[Any, Any]:
-        if self.balancing is None:
-            return q, k
-        self._check_ready()
-        return (
-            None if q is None else self.balancing(q, self.balancing.query_map),
-            None if k is None else self.balancing(k, self.balancing.key_map),
-        )
-
     def _split(self, i: int, q: Tensor | None, *keys: Tensor) -> list[Any]:
-        """q and the tensors of keys of group i."""
-        if len(self._heads) == 1 and self.in_order:
-            return [q, *keys]
+        """q and the tensors of keys (k, or k and v) of group i, in its coordinates."""
         rows, columns = self.get_buffer(f"q_{i}"), self.get_buffer(f"kv_{i}")
-        return [None if q is None else q.index_select(1, rows), *(x.index_select(1, columns) for x in keys)]
+        picked: list[Any] = [q, *keys]
+        if len(self._heads) > 1 or not self.in_order:
+            picked = [None if q is None else q.index_select(1, rows), *(x.index_select(1, columns) for x in keys)]
+        if self.balancing is not None and _has_coordinates(self.members[i]):
+            self._check_ready()
+            if q is not None:
+                picked[0] = self.balancing(picked[0], self.balancing.query_map[columns])
+            if keys:
+                picked[1] = self.balancing(picked[1], self.balancing.key_map[columns])
+        return picked
 
     def _joined(self, outs: list[Tensor]) -> Tensor:
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
@@ -292,7 +307,6 @@ class HeadGroups(Mechanism):
         return all(part.absorbs for part in self.parts())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        q, k = self._balanced(q, k)
         outs = []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
@@ -311,7 +325,6 @@ class HeadGroups(Mechanism):
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, HeadGroupsState]:
         states = self._states(state, call.scale)
-        q, k = self._balanced(q, k)
         outs, after = [], []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
@@ -322,7 +335,6 @@ class HeadGroups(Mechanism):
 
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> HeadGroupsState:
         states = self._states(state, call.scale)
-        _, k = self._balanced(None, k)
         after = []
         for i, part in enumerate(self.parts()):
             _, keys, values = self._split(i, None, k, v)
@@ -331,12 +343,16 @@ class HeadGroups(Mechanism):
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         states = self._states(state, call.scale)
-        q, _ = self._balanced(q, None)
         parts = enumerate(self.parts())
         return self._joined([part._read(self._split(i, q)[0], states[i], call) for i, part in parts])
 
 
 _SHAPE = ("head_dim", "heads", "kv_heads")
+
+
+def _has_coordinates(part: nn.Module) -> bool:
+    """Whether it matters to a mechanism in which coordinates queries and keys are."""
+    return isinstance(part, Multipole) or any(isinstance(x, (Calibration, Projection)) for x in part.modules())
 
 
 def _use(part: nn.Module) -> None:

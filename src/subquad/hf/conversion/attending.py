@@ -45,6 +45,8 @@ class ConvertedLayer(StateLayer):
         super().__init__()
         self.real: Tensor | None = None
         self.waiting = 0
+        # Whether a converted module is at work: to any other one a state would look like a cache of no past tokens.
+        self.expected = False
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """(tokens so far and new, 0)."""
@@ -53,6 +55,11 @@ class ConvertedLayer(StateLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Count new tokens k (B, H, L, D), v (B, H, L, E) and return them alone; they wait for `absorb`."""
+        if not self.expected:
+            raise ValueError(
+                f"the cache holds the state of a converted layer after {self.length} tokens, and a layer that is not "
+                "converted goes on with it: states have no keys for it. Begin with an empty cache"
+            )
         self.waiting += key_states.shape[-2]
         return super().update(key_states, value_states)
 
@@ -235,13 +242,17 @@ class Converted:
             if isinstance(value, Cache):
                 layer = self._place(module, mechanism, value)
                 if layer is not None:
+                    layer.expected = True
                     self._current[thread] = layer
                 return
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Every token that was counted has been taken in."""
         layer = self._current.pop(_thread(), None)
-        if layer is not None and layer.waiting:
+        if layer is None:
+            return
+        layer.expected = False
+        if layer.waiting:
             raise RuntimeError(
                 f"{self.where} counted {layer.waiting} tokens in its cache and never attended to them: the state would "
                 "be wrong from here on. Leave this layer exact (layers=)"

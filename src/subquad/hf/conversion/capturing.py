@@ -20,6 +20,7 @@ from ...nn.packing import run_packed
 from .attending import joined, unjoined
 from .interface import Attend, Call, LayerConfig, Seen, exact_config
 from .layers import AttentionLayer, known_layers
+from .placement import device_of
 from .torch_modules import watched
 
 __all__ = ["LayerSample", "capture", "evaluating", "run", "select_layers", "watching"]
@@ -107,7 +108,7 @@ def select_layers(found: Sequence[AttentionLayer], layers: Iterable[int | str] |
 
 def run(model: nn.Module, batch: Any) -> Any:
     """One forward pass of `model` on a batch as it takes it: a dict of arguments, a tuple of them, or one tensor."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
 
     def moved(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x

@@ -26,6 +26,7 @@ from .attending import attend_seen, each_query_alone
 from .capturing import evaluating, run, watching
 from .interface import Call
 from .layers import AttentionLayer
+from .placement import device_of
 from .torch_modules import watched
 from .trials import TOKENS, Trial, run_trial
 
@@ -219,7 +220,7 @@ def _wrong(
         for layer, mechanism in chosen:
             assert layer.head_dim is not None
             facts = (mechanism.recurrent, mechanism.cross, each_query_alone(mechanism))
-            attach(model, layer, StandIn(layer.head_dim, *facts).to(_device(layer)))
+            attach(model, layer, StandIn(layer.head_dim, *facts).to(device_of(layer.module)))
             attached.append(layer)
         for trial, outputs in wanted:
             try:
@@ -236,11 +237,6 @@ def _wrong(
         for layer in attached:
             detach(model, layer)
     return ""
-
-
-def _device(layer: AttentionLayer) -> torch.device:
-    parameter = next(layer.module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def disagreements(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from .checking import disagreements, look
 from .choice import Assignment, assign, needs_calibration, seen_as, without
 from .interface import mechanism_of
 from .layers import AttentionLayer, known_layers
+from .placement import device_of
 from .report import ConversionReport, Errors, LayerReport, total_tokens
 from .trials import Trial, make_trials
 
@@ -48,7 +50,32 @@ def _batches(calibration: Iterable[Any] | None, model: Any) -> list[Any]:
         raise ValueError(
             "calibration is empty: at least one batch is needed, a dict of tensors as the model takes them"
         )
+    for number, batch in enumerate(batches):
+        _check_batch(number, batch)
     return batches
+
+
+def _check_batch(number: int, batch: Any) -> None:
+    """Refuse what a tokenizer gives without return_tensors="pt": lists, arrays, one text without its batch."""
+    if not isinstance(batch, Mapping):
+        if not isinstance(batch, (torch.Tensor, tuple, list)):
+            raise TypeError(
+                f"calibration[{number}] must be a dict of tensors as the model takes them, a tuple or a tensor, got "
+                f"{type(batch).__name__}; texts are tokenized first"
+            )
+        return
+    for name, value in batch.items():
+        if isinstance(value, (list, np.ndarray)):
+            raise TypeError(
+                f"calibration[{number}][{name!r}] must be a tensor, got {type(value).__name__}; tokenizers give "
+                'tensors with return_tensors="pt"'
+            )
+    ids = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() < 2:
+        raise ValueError(
+            f"calibration[{number}]['input_ids'] must have shape (batch, length), got {tuple(ids.shape)}; one text is "
+            "a batch of one: input_ids[None]"
+        )
 
 
 def _calibrate(mechanism: Mechanism, sample: LayerSample) -> None:
@@ -312,9 +339,7 @@ def _check_trials(model: nn.Module, found: Sequence[AttentionLayer], trials: Seq
 
 
 def _move(mechanism: Mechanism, module: nn.Module) -> None:
-    parameter = next(module.parameters(), None)
-    if parameter is not None:
-        mechanism.to(parameter.device)
+    mechanism.to(device_of(module))
     mechanism.train(module.training)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .attachment import outermost
 from .capturing import evaluating, run
+from .placement import device_of
 
 __all__ = ["TOKENS", "Trial", "make_trials", "run_trial"]
 
@@ -229,7 +230,7 @@ def run_trial(model: nn.Module, trial: Trial) -> dict[str, Tensor]:
 
 def _in_steps(model: nn.Module, trial: Trial, mask: Any) -> dict[str, Tensor]:
     inputs = dict(trial.inputs)
-    device = next(model.parameters()).device
+    device = device_of(model)
     names = ("input_ids", "token_type_ids", "attention_mask", "decoder_input_ids", "pixel_values", "input_features")
     inputs = {name: inputs[name].to(device) for name in names if inputs.get(name) is not None}
     seq2seq = "decoder_input_ids" in inputs
@@ -255,7 +256,7 @@ def _in_steps(model: nn.Module, trial: Trial, mask: Any) -> dict[str, Tensor]:
 
 
 def _by_generating(model: Any, trial: Trial) -> dict[str, Tensor]:
-    device = next(model.parameters()).device
+    device = device_of(model)
     given = {name: x for name, x in trial.inputs.items() if x is not None and name not in ("labels", "position_ids")}
     inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
     options = {"do_sample": False, "num_beams": 1, "max_new_tokens": 3, "min_new_tokens": 3, "output_logits": True}

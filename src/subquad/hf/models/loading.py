@@ -20,10 +20,14 @@ from ...features.calibration import Calibration
 from ...features.precision import Float32Buffers
 from ...features.seeded import Projection
 
-__all__ = ["load_strictly", "settle", "shared_names"]
+__all__ = ["CheckpointMismatch", "load_strictly", "settle", "shared_names"]
 
 # The stack is everything but heads; the language model's head is part of nn.TransformerDecoder.
 _LM_HEAD = "stack.head.weight"
+
+
+class CheckpointMismatch(ValueError, RuntimeError):
+    """A checkpoint that does not fit its model. Callers of transformers expect a RuntimeError here."""
 
 
 def shared_names(model: nn.Module) -> dict[str, str]:
@@ -129,7 +133,7 @@ def load_strictly(cls: Any, load: Callable[..., Any], path: Any, *inputs: Any, *
     wrong = _wrong_keys(model, info, saved_as, ignore_shapes)
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ValueError(
+        raise CheckpointMismatch(
             f"the checkpoint {path} does not fit {cls.__name__}, nothing was loaded: {'; '.join(wrong[:8])}{more}. "
             "Load it with the config that was saved beside it"
         )

@@ -11,7 +11,7 @@
             |logits - exact|^2 / |exact|^2, less their means, and 3 KL(exact || converted), mean over tokens
 
 The divergence is what a perplexity grows by: at an error of 0.01, by a third of a percent. Logits alone do not tell: of
-many that hardly matter, a few decide.
+many that hardly matter, a few decide. Where batches have labels, tokens labelled -100 do not count.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ... import checks
 from ...mechanisms import Mechanism
 from ..conversion.attachment import attach, detach
 from ..conversion.capturing import evaluating, run
 from ..conversion.layers import AttentionLayer
-from .candidates import EXACT, automatic_candidates
+from ..conversion.placement import device_of
+from .candidates import EXACT, automatic_candidates, checked_candidates
 from .kept import Kept
 from .layer_plan import LayerPlan, planned
 from .search import picks_by_price
@@ -42,10 +44,13 @@ from .survey import in_two, survey_layers
 __all__ = ["Chosen", "choose", "output_error", "outputs"]
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-# The share of the error that a choice may use up on the batches that decide: on others it is a little larger.
-MARGIN = 0.8
+# A choice may use up this share of the error on the batches that decide, since on others it is a little larger, and has
+# to stay within it by so many standard errors: a few sequences that go wrong may be among none of those.
+MARGIN, DEVIATIONS = 0.8, 2.0
 # Errors that one nat of divergence counts for.
 DIVERGENCE = 3.0
+# The label of tokens that a loss leaves out, as in torch.nn.functional.cross_entropy.
+UNLABELLED = -100
 # How much faster the whole model must be for a conversion to be worth its error.
 GAIN = 1.05
 
@@ -90,50 +95,76 @@ class Chosen:
 
 
 def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor, Tensor | None]]:
-    """(kind, tensor, mask) of each batch: logits where the model has them, else its last hidden state."""
+    """(kind, tensor, mask) of each batch: logits where the model has them, else its last hidden state. The mask has the
+    tokens that count: real ones, and of logits those with a label where the batch has labels."""
     found = []
     with evaluating(model):
         for batch in batches:
             out = run(model, batch)
-            mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             kind, x = "hidden", out
             if isinstance(out, Mapping):
-                names = ("logits", "last_hidden_state", "token_embeddings", "sentence_embedding")
+                names = ("logits", "start_logits", "last_hidden_state", "token_embeddings", "sentence_embedding")
                 name = next((n for n in names if isinstance(out.get(n), Tensor)), None)
                 if name is None:
                     raise TypeError(f"{type(model).__name__} gives {list(out)}: neither logits nor a last hidden state")
-                kind, x = ("logits" if name == "logits" else "hidden"), out[name]
+                kind, x = ("logits" if "logits" in name else "hidden"), out[name]
+                if name == "start_logits":  # of answers to questions: two distributions over the tokens
+                    x = torch.stack([x, out["end_logits"]], 1)
             elif not isinstance(out, Tensor):
                 x = out[0]
-            found.append((kind, x.float(), mask if mask is None or x.shape[:2] != mask.shape else mask.bool()))
+            found.append((kind, x.float(), _counted(batch, kind, x)))
     return found
 
 
-def output_error(found: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """How far a model's outputs are from the exact ones, see the top of this file.
+def _counted(batch: Any, kind: str, x: Tensor) -> Tensor | None:
+    """Which rows of x (B, L, ...) are judged, (B, L); None: all.
+
+    Of a masked language model those are the hidden tokens, which the labels tell: the others it repeats, and seven of
+    them beside each hidden one would make any error look small.
+    """
+    if not isinstance(batch, Mapping):
+        return None
+    real, labels = batch.get("attention_mask"), batch.get("labels")
+    fits = [isinstance(one, Tensor) and one.shape == x.shape[:2] for one in (real, labels)]
+    if fits[1] and kind == "logits" and bool((labels != UNLABELLED).any()):
+        return labels != UNLABELLED  # type: ignore[no-any-return]
+    return real.bool() if fits[0] else None  # type: ignore[union-attr]
+
+
+def output_error(found: Sequence[Any], wanted: Sequence[Any], deviations: float = 0.0) -> float:
+    """How far a model's outputs are from the exact ones, see the top of this file; with `deviations` so many standard
+    errors above that, as the sequences differ among each other.
 
     >>> x = torch.randn(2, 5, 8)
     >>> output_error([("hidden", -x, None)], [("hidden", x, None)])
     2.0
     """
-    wrong = total = divergence = tokens = 0.0
-    for (kind, x, mask), (_, exact, _) in zip(found, wanted, strict=True):
-        if mask is not None:
-            x, exact = x[mask.to(x.device)], exact[mask.to(x.device)]
-        x, exact = x.double(), exact.double()
-        if kind == "logits":
-            logs = exact.log_softmax(-1)
-            divergence += float((logs.exp() * (logs - x.log_softmax(-1))).nan_to_num(0.0).sum())
-            tokens += exact.shape[:-1].numel()
-            x, exact = (y - y.mean(-1, keepdim=True) for y in (x, exact))
-            wrong += float((x - exact).square().sum())
-            total += float(exact.square().sum())
-        else:
-            cosines = F.cosine_similarity(x, exact, dim=-1)
-            wrong += float((1 - cosines).sum())
-            total += cosines.numel()
-    value = max(wrong / max(total, 1e-300), DIVERGENCE * divergence / max(tokens, 1.0))
+    rows = torch.cat([_sums(kind, x, y, mask) for (kind, x, mask), (_, y, _) in zip(found, wanted, strict=True)])
+    count, value = len(rows), 0.0
+    for wrong, size in (rows[:, :2].unbind(-1), rows[:, 2:].unbind(-1)):
+        total = float(size.sum().clamp(min=1e-300))
+        ratio = float(wrong.sum()) / total
+        # The deviation of a ratio of two sums over sequences; one sequence alone tells nothing about it.
+        spread = math.sqrt(float((wrong - ratio * size).square().sum()) * count / max(count - 1, 1)) / total
+        value = max(value, ratio + (deviations * spread if count > 1 else 0.0)) if ratio == ratio else math.inf
     return round(value, 9) if math.isfinite(value) else math.inf
+
+
+def _sums(kind: str, x: Tensor, exact: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, 4) of each sequence: squared differences or 1 - cosine, what these are relative to; DIVERGENCE KL, tokens."""
+    x, exact = x.double(), exact.double()
+    counted = torch.ones(x.shape[:-1], dtype=x.dtype, device=x.device) if mask is None else mask.to(x)
+    if kind == "logits":
+        logs = exact.log_softmax(-1)
+        divergence = DIVERGENCE * (logs.exp() * (logs - x.log_softmax(-1))).nan_to_num(0.0).sum(-1)
+        x, exact = (y - y.mean(-1, keepdim=True) for y in (x, exact))
+        wrong, size = (x - exact).square().sum(-1), exact.square().sum(-1)
+    else:
+        wrong = 1 - F.cosine_similarity(x, exact, dim=-1)
+        size, divergence = torch.ones_like(wrong), torch.zeros_like(wrong)
+    # Not a product: what is left out may be anything, infinities included.
+    parts = [torch.where(counted > 0, y, 0.0) for y in (wrong, size, divergence, torch.ones_like(wrong))]
+    return torch.stack([y.flatten(1).sum(-1) if y.dim() > 1 else y for y in parts], -1)
 
 
 @contextmanager
@@ -145,8 +176,7 @@ def _attached(
     try:
         for index, mechanism in chosen.items():
             if mechanism is not None:
-                parameter = next(layers[index].module.parameters(), None)
-                attach(model, layers[index], mechanism if parameter is None else mechanism.to(parameter.device))
+                attach(model, layers[index], mechanism.to(device_of(layers[index].module)))
                 done.append(layers[index])
         yield
     finally:
@@ -222,6 +252,9 @@ def choose(
     """
     if not (isinstance(error, int | float) and 0 < error < 1):
         raise ValueError(f"error must be between 0 and 1, got {error!r}")
+    for argument, number in (("length", length), ("draws", draws), ("max_groups", max_groups)):
+        if number is not None:
+            checks.check_positive(argument, number)
     held = list(batches[3::4]) or list(in_two(batches)[1])
     lessons = [b for b in batches if not any(b is one for one in held)] or list(batches)
     open_layers = [layer.index for layer in found if not layer.obstacle]
@@ -229,7 +262,7 @@ def choose(
         reasons = "; ".join(dict.fromkeys(layer.obstacle for layer in found[:4]))
         raise ValueError(f"no layer of {type(model).__name__} can be converted: {reasons}")
     longest = _longest(batches) if length is None else length
-    options = automatic_candidates() if candidates is None else [EXACT, *candidates]
+    options = automatic_candidates() if candidates is None else [EXACT, *checked_candidates(candidates)]
     asked = (options, longest, max_groups, draws, seed)
     kept = Kept(resume, model, batches, asked)
     tell = progress if progress is not None else _silent
@@ -249,9 +282,11 @@ def choose(
         }
         return planned(survey, pick, reasons, f"an output error of at most {error:g}")
 
-    def measured(made: LayerPlan) -> float:
+    def measured(made: LayerPlan) -> list[float]:
+        """The error, and the one that it may be on other batches."""
         with _attached(model, layers, made.mechanisms()):
-            return output_error(outputs(model, held), exact)
+            found = outputs(model, held)
+        return [output_error(found, exact), output_error(found, exact, DEVIATIONS)]
 
     low, high = 0, len(ladder) - 1  # the last one is exact attention, which is always within the error
     rounds = max(1, high).bit_length()
@@ -262,8 +297,8 @@ def choose(
         tell(f"the model with choice {middle + 1} of {len(ladder)}", turn, rounds)
         pick = ladder[middle]
         name = f"error of {[pick[index].tolist() for index in sorted(pick)]}"
-        wrong = kept.get(name, lambda pick=pick: measured(plan_of(pick)))  # type: ignore[misc]
-        if wrong <= MARGIN * error:
+        wrong, most = kept.get(name, lambda pick=pick: measured(plan_of(pick)))  # type: ignore[misc]
+        if wrong <= MARGIN * error and most <= error:
             high = middle
         else:
             low = middle + 1
@@ -274,11 +309,11 @@ def choose(
     converted = any(mechanisms.values()) and here["exact_seconds"] >= GAIN * here["seconds"]
     if not converted:
         mechanisms = dict.fromkeys(mechanisms)
-    value = measured(plan) if converted else 0.0
+    value = measured(plan)[0] if converted else 0.0
     near = _windows_alone(plan) if converted else None
     causal = any(layers[index].is_causal for index in survey.layers)
     return Chosen(
-        mechanisms, plan, longest, value, None if near is None else measured(near), times,
+        mechanisms, plan, longest, value, None if near is None else measured(near)[0], times,
         _cache_bytes(plan, mechanisms, longest) if causal else None,
         _verdict(times, longest, tokens, converted, value, error),
     )  # fmt: skip

@@ -7,19 +7,25 @@ from typing import Any
 
 from ...mechanisms import MECHANISMS, create
 
-__all__ = ["EXACT", "SDERF", "automatic_candidates", "default_candidates", "seeded", "with_causal_form"]
+__all__ = [
+    "EXACT", "SDERF", "automatic_candidates", "checked_candidates", "default_candidates", "seeded", "with_causal_form",
+]  # fmt: skip
 
 CLUSTERED = ("clustered", "improved-clustered")
 EXACT: dict[str, Any] = {"mechanism": "softmax"}
 # What `convert` chooses from when no mechanism is named, in this order; those without a causal form are left out of
-# causal
-# layers, windows out of cross attention.
+# causal layers, windows out of cross attention.
 SDERF: dict[str, Any] = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True}
 AUTOMATIC: tuple[dict[str, Any], ...] = (
     EXACT,
     {"mechanism": "local", "window": 32, "global_tokens": 4},
     {"mechanism": "local", "window": 128, "global_tokens": 4},
     {"mechanism": "multipole"},
+    # For long inputs: fewer clusters in larger chunks. For heads that need more: exact keys, before all are exact.
+    {"mechanism": "multipole", "chunk": 1024, "clusters": 16},
+    {"mechanism": "multipole", "chunk": 1024, "clusters": 32},
+    {"mechanism": "multipole", "chunk": 1024, "clusters": 32, "exact_keys": 512},
+    {"mechanism": "multipole", "clusters": 32, "exact_keys": 1024},
     {"mechanism": "improved-clustered", "clusters": 25, "topk": 32, "clustering": "lloyd"},
     {"mechanism": "improved-clustered", "clusters": 100, "topk": 64, "clustering": "lloyd"},
     {"mechanism": "hybrid", "window": 32, "sinks": 4, "far": {**SDERF, "num_features": 64}},
@@ -34,6 +40,22 @@ def automatic_candidates() -> list[dict[str, Any]]:
     {'mechanism': 'softmax'}
     """
     return [dict(one) for one in AUTOMATIC if one["mechanism"] in MECHANISMS]
+
+
+def checked_candidates(given: Sequence[Any]) -> list[dict[str, Any]]:
+    """Candidates as plain dicts, each with its mechanism.
+
+    >>> checked_candidates([{"mechanism": "local", "window": 64}])
+    [{'mechanism': 'local', 'window': 64}]
+    """
+    for number, one in enumerate(given):
+        if not isinstance(one, Mapping):
+            raise TypeError(
+                f"candidates[{number}] must be a dict like {{'mechanism': 'local', 'window': 64}}, got {one!r}"
+            )
+        if "mechanism" not in one:
+            raise ValueError(f"candidates[{number}]={dict(one)!r} must name its mechanism")
+    return [dict(one) for one in given]
 
 
 def default_candidates(
@@ -73,7 +95,7 @@ def seeded(options: Mapping[str, Any], seed: int, layer: int, number: int) -> di
     found = dict(options)
     if isinstance(found.get("far"), Mapping):
         found["far"] = seeded(found["far"], seed, layer, number)
-    if found.get("mechanism") in ("performer", *CLUSTERED):
+    if found.get("mechanism") in ("performer", "multipole", *CLUSTERED):
         found.setdefault("seed", (seed * 1009 + layer) * 101 + number)
     if found.get("mechanism") == "performer":
         found.setdefault("per_head", True)

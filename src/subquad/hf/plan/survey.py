@@ -133,6 +133,12 @@ def survey_layers(
     statistics: dict[int, LayerStatistics] = {}
     for batch in first:
         statistics = gather(capture(model, [batch], layers=wanted), statistics)
+    for stats in statistics.values():
+        if not stats.calibration.ready:
+            raise ValueError(
+                f"the calibration batches hold padding only where attention layer {stats.layer} ({stats.name}) sees "
+                "them; give batches with real tokens"
+            )
     seen: dict[int, list[LayerSample]] = {}
     for sample in capture(model, rest, layers=wanted):
         if len(sample) and sample.layer in statistics:
