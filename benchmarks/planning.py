@@ -13,7 +13,8 @@ the target there; softmax attention is one of them.
 
 errors   everything that does not depend on times, may run beside other work, and goes on where it stopped: the errors
          that plans find, those of their choices on fresh inputs, and of each row of candidates the cheapest setting
-         that meets the target there. Settings of a row are tried from cheap to dear, which is the order of their times
+         that meets the target there. Settings of a row stand in the order of their times and, but for luck, of their
+         errors: the cheapest is found by bisection
 times    on a quiet machine, minutes: each setting that came up is timed once for each shape and form, because times
          depend on them and not on the data (so would not those of `multipole` with `error=`, which is no candidate);
          plans are ranked with a table of times that starts empty
@@ -22,6 +23,7 @@ before   the planner of other sources on the same inputs: how often its answer i
 """
 
 import argparse
+import bisect
 import json
 import math
 import os
@@ -43,15 +45,16 @@ from subquad.lab import interleave, machine, write_json
 from subquad.planning.answer import Choice, Plan
 from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, ladders, made, with_seed
-from subquad.planning.cost import attention_costs
+from subquad.planning.cost import attention_costs, clock
 from subquad.planning.piece import Piece
 from subquad.planning.planner import timed
 from subquad.planning.prediction import draws_something
 
 TARGET, FRACTION = 0.05, 10
 FRESH = (2, 3)  # seeds
-DRAWS = 3
-MOST_SCORES = 1 << 22
+DRAWS = 2
+SLOWER = 3.0  # seconds of one thread, so that other work beside it hardly counts
+MOST_SCORES = 1 << 21
 LENGTHS = (4096, 16384)  # at which softmax answers are counted
 SOFTMAX = Choice("softmax", {})
 
@@ -86,49 +89,69 @@ def without_seed(choice: Choice) -> tuple[str, dict[str, Any]]:
 
 
 class Errors:
-    """Errors on fresh inputs, each setting measured once."""
+    """Errors on fresh inputs, each setting measured once.
 
-    def __init__(self, kind: Kind, sample: Sample) -> None:
+    found: setting -> error and seconds of one run, of the mean over draws;  chosen: the same of single draws
+    """
+
+    def __init__(self, kind: Kind, sample: Sample, known: dict[str, Any]) -> None:
         self.sample, self.is_causal = sample, kind.is_causal
         form: dict[str, Any] = {"is_causal": kind.is_causal, "scale": kind.scale, "most_scores": MOST_SCORES}
         self.pieces = [Piece(*kind.draw(seed), tokens=kind.length * len(sample[0]), seed=7, **form) for seed in FRESH]
-        self.found: dict[str, float] = {}
+        self.found: dict[str, list[float]] = dict(known.get("fresh", {}))
+        self.chosen: dict[str, float] = dict(known.get("chosen", {}))
 
     def of(self, choice: Choice) -> float:
         """The draw that was recommended, as it is; the mean over draws of what is made of the data at hand."""
-        q, k, _ = self.sample
-        attend = calibrated(choice.create(q.shape[-1], q.shape[1], k.shape[1]), q, k, None)
-        draws = DRAWS if draws_something(attend) and not hasattr(attend, "num_features") else 1
-        return statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
+        key = key_of(choice.mechanism, choice.options)
+        if key not in self.chosen:
+            q, k, _ = self.sample
+            attend = calibrated(choice.create(q.shape[-1], q.shape[1], k.shape[1]), q, k, None)
+            draws = DRAWS if draws_something(attend) and not hasattr(attend, "num_features") else 1
+            self.chosen[key] = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
+        return self.chosen[key]
 
-    def mean(self, ladder: Any, options: dict[str, Any], enough: float) -> float:
-        """The mean over draws; one draw where it is far above `enough`."""
+    def mean(self, ladder: Any, options: dict[str, Any], enough: float) -> tuple[float, float]:
+        """The mean over draws, one draw where it is far above `enough`; and the seconds of a run."""
         key = key_of(ladder.mechanism, options)
         if key not in self.found:
             q, k, _ = self.sample
             attend = calibrated(made(ladder, options, 1000, q, k), q, k, None)
-            self.found[key] = self.pieces[0].error(attend)
-            if self.found[key] <= 3 * enough:
+            start = clock()
+            error = self.pieces[0].error(attend)
+            seconds = clock() - start
+            if error <= 3 * enough:
                 draws = DRAWS if draws_something(attend) else 1
-                self.found[key] = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
-        return self.found[key]
+                error = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
+            self.found[key] = [error, seconds]
+        error, seconds = self.found[key]
+        return error, seconds
 
     def cheapest(self, targets: Iterable[float]) -> dict[float, list[tuple[str, dict[str, Any]]]]:
-        """For each target, of each row of candidates the cheapest setting that meets it."""
+        """For each target, of each row of candidates the cheapest setting that meets it. A row whose cheapest setting
+        is three times as slow as one that meets every target holds no fastest setting."""
         met: dict[float, list[tuple[str, dict[str, Any]]]] = {target: [] for target in targets}
-        most = max(met)
+        most, least = max(met), min(met)
+        limit = math.inf
         for ladder in ladders(None, is_causal=self.is_causal, cross=False):
-            if self.mean(ladder, ladder.steps[-1], most) > 3 * most:
+            if self.mean(ladder, ladder.steps[0], most)[1] > SLOWER * limit:
                 continue
             for target, found in met.items():
-                fits = (options for options in ladder.steps if self.mean(ladder, options, most) <= target)
-                first = next(fits, None)
-                if first is not None:
-                    found.append((ladder.mechanism, dict(with_seed(ladder.mechanism, first, 0))))
+                if self.mean(ladder, ladder.steps[-1], most)[0] > target:
+                    continue
+                first = bisect.bisect_left(
+                    ladder.steps, True, hi=len(ladder.steps) - 1,
+                    key=lambda options: self.mean(ladder, options, most)[0] <= target,
+                )  # fmt: skip
+                options = ladder.steps[first]
+                error, seconds = self.mean(ladder, options, most)
+                limit = min(limit, seconds) if error <= least else limit
+                found.append((ladder.mechanism, dict(with_seed(ladder.mechanism, options, 0))))
         return met
 
 
-def errors_of(kind: Kind) -> dict[str, Any]:
+def errors_of(kind: Kind, known: dict[str, Any]) -> dict[str, Any]:
+    """Plans for one kind, and what is right there; errors on fresh inputs that are `known` are kept."""
     start = time.perf_counter()
     sample = kind.draw(1)
     form: dict[str, Any] = {"is_causal": kind.is_causal, "scale": kind.scale}
@@ -137,17 +160,16 @@ def errors_of(kind: Kind) -> dict[str, Any]:
     plans = [sq.plan(*sample, target_error=target, length=kind.length, times=False, **form) for target in targets]
     longer = [n for n in LENGTHS if n != kind.length]
     others = [sq.plan(*sample, target_error=TARGET, length=n, times=False, **form) for n in longer]
-    errors = Errors(kind, sample)
+    errors = Errors(kind, sample, known)
     met = errors.cheapest(targets)
     rows = []
     for target, plan in zip(targets, plans, strict=True):
-        limit = min(target, plan.uniform)
-        good = [choice for choice in plan.choices if choice.meets(limit)]
-        found = {key_of(choice.mechanism, choice.options): errors.of(choice) for choice in good}
+        found = {key_of(choice.mechanism, choice.options): errors.of(choice) for choice in good_choices(plan)}
         rows.append({"plan": stored(plan), "errors": found, "cheapest": met[target]})
     return {
         "group": kind.group, "clock": kind.clock, "uniform": uniform, "rows": rows,
-        "others": [stored(plan) for plan in others], "fresh": errors.found, "seconds": time.perf_counter() - start,
+        "others": [stored(plan) for plan in others], "fresh": errors.found, "chosen": errors.chosen,
+        "planning_seconds": [plan.seconds for plan in [*plans, *others]], "seconds": time.perf_counter() - start,
     }  # fmt: skip
 
 
@@ -342,6 +364,7 @@ def main() -> int:
     parser.add_argument("--json", required=True)
     parser.add_argument("--page", default=None, help="write the results as a page of the documentation")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--again", action="store_true", help="of `errors`: plans anew; errors of settings are kept")
     parser.add_argument("--kinds", default=None, help="names separated by ; (default: all)")
     parser.add_argument(
         "--model", nargs=4, action="append", default=[], metavar=("NAME", "FOLDER", "TEXT", "LENGTH"),
@@ -362,7 +385,7 @@ def main() -> int:
             clocks = settings_by_clock(kinds.values())
             warm(kinds.values())
             measured = {clock: times(clock, settings, arguments.runs) for clock, settings in clocks.items()}
-            record["answers"] = {}
+            record.setdefault("answers", {})
             for name, kind in kinds.items():
                 record["answers"][name] = answers(kind, measured[tuple(kind["clock"])])
                 show(name, record["answers"][name]["plans"])
@@ -382,10 +405,11 @@ def main() -> int:
             parser.error(f"--kinds: {unknown} not among {list(every)}")
         part = record["kinds"] if arguments.part == "errors" else record.setdefault("before", {})
         for name in alternating(every):
-            if name in part or (wanted is not None and name not in wanted):
+            known = part.get(name)
+            if (known and not arguments.again) or (wanted is not None and name not in wanted):
                 continue
             if arguments.part == "errors":
-                part[name] = errors_of(every[name])
+                part[name] = errors_of(every[name], known or {})
                 print(f"{name}: {part[name]['seconds']:.0f} s", flush=True)
             else:
                 part[name] = softmax_before(every[name], arguments.sources, folder)

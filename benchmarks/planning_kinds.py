@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conversion_data import extended
+from conversion_data import extended, written_out
 from torch import Tensor
 
 from subquad.planning.piece import evenly
@@ -256,6 +256,8 @@ def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layer
     from subquad.hf import capture
 
     model = AutoModel.from_pretrained(str(folder), local_files_only=True).eval()
+    if model.config.model_type == "albert":
+        model = written_out(model)
     tokens = _tokens(folder, text)
     sequences = max(1, MOST_TOKENS // longest)
     length = min(longest, len(tokens) // (PARTS * sequences))
