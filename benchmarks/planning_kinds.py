@@ -4,9 +4,10 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from conversion_data import extended
+from conversion_data import extended, written_out
 from torch import Tensor
 
 from subquad.planning.piece import evenly
@@ -229,6 +230,10 @@ class Captured(Kind):
         return self.inputs[seed - 1]
 
 
+def as_given(q: Tensor, k: Tensor, own: torch.Generator, new: torch.Generator) -> Pair:
+    return q, k
+
+
 def _tokens(folder: Path, text: Path) -> list[int]:
     """Of a JSON list of token numbers, for models without a tokenizer; else of a text."""
     if text.suffix == ".json":
@@ -248,6 +253,16 @@ def some_heads(q: Tensor, k: Tensor, v: Tensor) -> Sample:
     return q[:, queries], k[:, kept], v[:, kept]
 
 
+def captured_once(file: Path, *asked: Any) -> dict[str, Kind]:
+    """The same as `captured_kinds`, kept in a file: a benchmark that goes on need not run the models again."""
+    if file.exists():
+        found: dict[str, Kind] = torch.load(file, weights_only=False)  # this program wrote it
+        return found
+    found = captured_kinds(*asked)
+    torch.save(found, file)
+    return found
+
+
 def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layers: int = 4) -> dict[str, Kind]:
     """Four heads of layers of the model in `folder`, evenly: the sample from the first third of the text, fresh from
     the rest. Learned positions are interpolated where `longest` is more than the model knows."""
@@ -256,6 +271,8 @@ def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layer
     from subquad.hf import capture
 
     model = AutoModel.from_pretrained(str(folder), local_files_only=True).eval()
+    if model.config.model_type == "albert":
+        model = written_out(model)
     tokens = _tokens(folder, text)
     sequences = max(1, MOST_TOKENS // longest)
     length = min(longest, len(tokens) // (PARTS * sequences))
@@ -273,7 +290,7 @@ def captured_kinds(name: str, folder: Path, text: Path, longest: int, most_layer
         inputs = tuple(some_heads(q.float(), k.float(), v.float()) for q, k, v, _ in sample.calls())
         q, k, _ = inputs[0]
         kinds[f"{name}, {length} tokens, layer {sample.layer + 1}"] = Captured(
-            lambda q, k, own, new: (q, k), q.shape[-1], sample.is_causal, q.shape[2], q.shape[1], k.shape[1],
+            as_given, q.shape[-1], sample.is_causal, q.shape[2], q.shape[1], k.shape[1],
             group=f"captured from {name}", scale=sample.scale, inputs=inputs,
         )  # fmt: skip
     return kinds

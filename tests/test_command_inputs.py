@@ -1,6 +1,9 @@
 """What `plan`, `error` and `bench` say of files and numbers that are not what they expect."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +83,75 @@ def test_a_saved_bench_stays_in_its_folder(
     status, _, said = command(capsys, "bench", "linear", "--lengths", "8", "--save", name)
     assert status == 2 and "not a path" in said
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def tensors(path: Path, **made: torch.Tensor) -> str:
+    from safetensors.torch import save_file
+
+    save_file({name: x.clone() for name, x in made.items()}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", [["error", "--num-features", "16", "--draws", "1"], ["plan", "taylor"]])
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda q, k, v: (1e30 * q, 1e30 * k, v), "q and k have entries up to"),
+        (lambda q, k, v: (q, k, 0 * v), "v is 0 everywhere"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v), "of width 1 or more"),
+    ],
+)
+def test_inputs_without_softmax_attention_are_refused_with_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: list[str], spoil: Any, expected: str
+) -> None:
+    q, k, v = spoil(*torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0)))
+    status, _, said = command(capsys, *name, "--file", tensors(tmp_path / "x.safetensors", q=q, k=k, v=v))
+    assert status == 2 and expected in said
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_the_size_of_the_values_does_not_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: float
+) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+    asked = ("error", "--features", "positive", "--num-features", "16", "--draws", "1", "--file")
+    usual = command(capsys, *asked, tensors(tmp_path / "x.safetensors", q=q, k=k, v=v))[1]
+    scaled = command(capsys, *asked, tensors(tmp_path / "y.safetensors", q=q, k=k, v=size * v))[1]
+    assert "positive" in usual and usual.splitlines()[1:] == scaled.splitlines()[1:]
+
+
+def test_a_plan_of_inputs_that_are_all_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One key, or values all alike: the mean is exact, and no error can be asked to be below its own 0."""
+    for name, x in (("one", torch.ones(1, 1, 1, 8)), ("alike", torch.ones(1, 2, 64, 8))):
+        status, out, said = command(
+            capsys, "plan", "performer", "taylor", "--file", tensors(tmp_path / f"{name}.safetensors", q=x, k=x, v=x)
+        )
+        assert status == 0, said
+        assert "the mean of all values alone would do" in out
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["plan", "taylor", "--length", "64", "--heads", "1", "--head-dim", "8"],
+        ["error", "--features", "positive", "--num-features", "16", "--length", "32", "--draws", "1"],
+        ["bench", "linear", "--lengths", "16", "--runs", "1"],
+    ],
+)
+def test_a_full_disk_does_not_swallow_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    def full(path: object, data: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("subquad.lab.write_json", full)
+    status, out, said = command(capsys, *asked, "--json", str(tmp_path / "x.json"))
+    assert status == 2 and "No space left on device" in said and "every number" not in said
+    assert "softmax" in out or "uniform" in out
+
+
+def test_sizes_beyond_memory_are_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for features in (1 << 40, 1 << 62):
+        asked = ("--features", "positive", "--num-features", str(features), "--length", "16", "--heads", "1")
+        status, _, said = command(capsys, "error", *asked)
+        assert status == 2 and "not enough memory" in said, said

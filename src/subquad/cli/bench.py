@@ -68,10 +68,16 @@ def bench(
             time = f"{cell.timing.best * 1e3:.2f} ms" if cell.timing else cell.status
             step(f"{cell.mechanism} {kind} L={cell.length}: {time}", done, total)
 
+        unwritten: dict[Path, OSError] = {}
+
         def keep(comparison: "Comparison") -> None:
+            unwritten.clear()
             for path in (json, where):
                 if path is not None:
-                    write_json(path, comparison.as_dict())
+                    try:
+                        write_json(path, comparison.as_dict())
+                    except OSError as error:  # a full disk must not end the measuring: the table is still to be had
+                        unwritten[path] = error
 
         def run(resume: "Comparison | None") -> "Comparison":
             return compare_mechanisms(
@@ -96,8 +102,11 @@ def bench(
         keep(result)
     print(table(result))
     for path in (json, where):
-        if path is not None:
+        if path is not None and path not in unwritten:
             print(f"every number: {path}", file=sys.stderr)
+    if unwritten:
+        with user_errors():
+            raise next(iter(unwritten.values()))
     if not result.complete:
         if where is not None:
             print("the same command continues it", file=sys.stderr)

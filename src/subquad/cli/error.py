@@ -78,10 +78,10 @@ def error(
             num_features=numbers(num_features), is_causal=causal, key_mask=inputs.key_mask, calibration=calibration,
             draws=draws, tokens=_MOST_TOKENS if tokens is None else tokens, seed=seed, on_line=on_line,
         )  # fmt: skip
-        if json is not None:
-            write_json(json, {"source": inputs.source, "machine": machine(), **study.as_dict()})
     print(f"{inputs.source}\n{study.measured_on}\n\n{error_table(study)}")
     if json is not None:
+        with user_errors():
+            write_json(json, {"source": inputs.source, "machine": machine(), **study.as_dict()})
         print(f"every number: {json}", file=sys.stderr)
     if not study.complete:
         raise typer.Exit(130)

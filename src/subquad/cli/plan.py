@@ -76,10 +76,10 @@ def plan(
             kind = "training step" if training else "forward pass"
             text += f"\n\na {kind} of {layers} layers, batch {batch}, at length {answer.length}:"
             text += "".join(f"\n  {line['label']}: {line['shown']}" for line in times)
-        if json is not None:
-            write_json(json, record)
     print(text)
     if json is not None:
+        with user_errors():
+            write_json(json, record)
         print(f"every number: {json}", file=sys.stderr)
 
 

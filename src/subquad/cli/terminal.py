@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import typer
 
+from subquad.plain_text import first_line
+
 __all__ = ["numbers", "progress", "user_errors"]
 
 
@@ -34,6 +36,14 @@ def user_errors() -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
+    except (MemoryError, RuntimeError) as error:
+        # torch says so in its own words, of the allocator or of a size that is no number any more.
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("allocate memory", "overflow")):
+            raise
+        raise typer.BadParameter(
+            f"there is not enough memory for sizes like these ({first_line(error)}); ask for fewer tokens, heads or "
+            "features"
+        ) from None
 
 
 @contextmanager

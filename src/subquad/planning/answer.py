@@ -13,10 +13,11 @@ from ..plain_text import aligned
 from . import cost
 from .cost import TimeEstimate
 
-__all__ = ["SLACK", "WORTH", "Choice", "Plan", "setting_in_words"]
+__all__ = ["ROUNDING", "SLACK", "WORTH", "Choice", "Plan", "limit_of", "setting_in_words"]
 
 SLACK = 1.2  # an error that meets the target may be this much above it for all that was measured
 WORTH = 1.05  # times softmax's speed: below it an approximation is not worth its error
+ROUNDING = 1e-9  # an error of this size is that of exact attention
 SHOWN = 8  # rows of the short table
 _COUNTED = {"exact_keys": "exact keys", "clusters": "clusters", "topk": "keys each", "landmarks": "landmarks",
             "rounds": "rounds", "buckets": "buckets"}  # fmt: skip
@@ -54,6 +55,12 @@ def setting_in_words(mechanism: str, options: Mapping[str, Any]) -> str:
     return ", ".join([start, *words]) + far
 
 
+def limit_of(target: float, uniform: float) -> float:
+    """The largest error that will do: what is worse than the mean of the values is of no use, however generous the
+    target; and where the mean is exact (a single key, or values all alike) rounding still is allowed."""
+    return max(min(target, uniform), ROUNDING)
+
+
 @dataclass(frozen=True)
 class Choice:
     """One mechanism with its options.
@@ -66,6 +73,8 @@ class Choice:
                flatters it; of clusters and buckets, which are made of the data at hand, the mean
     slow:      two runs took three times as long as softmax attention, or as another choice: not looked at any further
     any_draw:  the mean over these draws: what drawing again would give
+    relative:  of a setting that keeps to an error, whose time depends on the data: seconds over those of softmax
+               attention at the plan's length, from runs on the input
     time:      at the plan's length, on this machine; only what meets the target is timed
     """
 
@@ -80,6 +89,7 @@ class Choice:
     draws: int = 1
     slow: bool = False
     any_draw: float | None = None
+    relative: float | None = None
     time: TimeEstimate | None = None
     given: Mechanism | None = field(default=None, repr=False, compare=False)
 
@@ -156,8 +166,8 @@ class Plan:
 
     def _qualifies(self, choice: Choice) -> bool:
         in_time = self.time_budget is None or choice.seconds <= self.time_budget
-        useful = choice.error < self.uniform or choice.error == 0  # with a single key everything is exact
-        return choice.meets(min(self.target_error, self.uniform)) and useful and in_time
+        useful = choice.error < max(self.uniform, ROUNDING)
+        return choice.meets(limit_of(self.target_error, self.uniform)) and useful and in_time
 
     @property
     def attainable(self) -> bool:
@@ -171,7 +181,7 @@ class Plan:
 
     def _gain(self, choice: Choice) -> str:
         gain = self.exact.seconds / choice.seconds
-        about = "about " if self.length > cost.LENGTHS[-1] else ""
+        about = "about " if self.length > cost.LENGTHS[-1] or choice.relative is not None else ""
         return (
             f"{about}{gain:.{1 if gain < 100 else 0}f}x faster than softmax"
             if gain >= WORTH
@@ -247,12 +257,13 @@ class Plan:
         ]
 
         def number(x: float | None) -> str:
-            return "-" if x is None else f"{x:.2g}" if math.isfinite(x) else "inf"
+            return "-" if x is None else f"{x:.2g}" if x > ROUNDING else "0"
 
         for choice in choices:
             timed = choice.time is not None
             label = choice.label if details or len(choice.label) <= 58 else choice.label[:57] + "…"
-            row = [("* " if choice is self.best else "  ") + label, number(choice.error), number(choice.high)]
+            row = [("* " if choice is self.best else "  ") + label, number(choice.error)]
+            row += [number(choice.high if math.isfinite(choice.high) else None)]
             row += [choice.time.brief if choice.time else "slow" if choice.slow else "-"]
             row += [f"{self.exact.seconds / choice.seconds:.2g}" if timed else "-"]
             if details:

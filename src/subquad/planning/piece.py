@@ -37,9 +37,10 @@ def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> N
     width = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
     checks.check_attention(q, k, k if v is None else v, head_dim=width, heads=None, kv_heads=None)
     checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
-    if 0 in q.shape[:3] or k.shape[2] == 0:
+    if 0 in q.shape or k.shape[2] == 0:
         raise ValueError(
-            f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key is expected"
+            f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key of width 1 "
+            "or more is expected"
         )
     if is_causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
@@ -122,7 +123,9 @@ class Piece:
             shape = (*self.k.shape[:3], VALUE_WIDTH)
             self.v = 2.0 * torch.randint(0, 2, shape, generator=generator).float() - 1.0
         else:
+            # Errors are relative: values of any size are judged alike, without overflow of their squares.
             self.v = taken(v, slice(0, tokens))
+            self.v /= self.v.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
         real = None
         if key_mask is not None:
             real = (key_mask if items is None else key_mask[items.to(key_mask.device)])[:, :tokens].cpu()
@@ -136,6 +139,16 @@ class Piece:
         sizes = VALUE_WIDTH * torch.cat(squares, 2) if self.made_up else self.exact.square().sum(-1)
         self.sizes = sizes.double() * self.count
         self.norm = float(self.sizes.sum())
+        if not 0 < self.norm < math.inf:
+            if real is not None and not bool(real.any()):
+                raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
+            if not bool(self.v.any()):
+                raise ValueError("v is 0 everywhere, and no error is relative to outputs of 0; check what wrote it")
+            largest = max(float(x.abs().max()) for x in (self.q, self.k))
+            raise ValueError(
+                f"q and k have entries up to {largest:.2g}: their products are not finite, so there is no softmax "
+                "attention to compare with; check how they were scaled"
+            )
 
     def _compared(self, real: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor]:
         """Which queries are compared, (B, Hq, R) or None for all, and how many each stands for."""
@@ -194,6 +207,8 @@ class Piece:
             return x.narrow(dim, 0, of * each).reshape(shape).movedim(dim, 1).flatten(0, 1)
 
         mask = self.call["key_mask"]
+        if mask is not None and not bool(cut(mask, 1).any()):
+            return None  # the few tokens beyond the last stretch are the only real ones
         return Piece(
             *(cut(x, 2) for x in (self.q, self.k, self.v)),
             tokens=max(self.q.shape[2], self.k.shape[2]) // of,

@@ -10,6 +10,7 @@ is.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import time
@@ -26,21 +27,19 @@ from ..features.random import ExponentialFeatures
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
-from .answer import WORTH, Choice, Plan
+from .answer import ROUNDING, WORTH, Choice, Plan, limit_of
 from .baselines import uniform_error
-from .candidates import Ladder, ladders, least_tokens, made, with_seed
-from .cost import attention_costs, clock
+from .candidates import Ladder, error_keeping, ladders, least_tokens, made, with_seed
+from .cost import TimeEstimate, attention_costs, clock
 from .piece import Piece, check_inputs, evenly
 from .prediction import draws_something
 
 __all__ = ["plan", "timed"]
 
 DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
-FAR = 2.0  # times the target: of the dearest setting, that the others will not do
 AVERAGED = 2  # where the mean over draws counts
 SLOWER = 3.0  # times softmax, or what has met the target, in two runs: such a setting is not looked at any further
 HOPELESS = 3.0  # times the target, on stretches: no run on the whole
-ROUNDING = 1e-9  # an error of this size is that of exact attention
 CLEAR = 0.25  # times the target: no need for a better draw
 MOST_HEADS, LEAST_HEADS = 8, 2
 HEAD_TOKENS = 1 << 14  # heads times tokens that every setting runs on: 8 heads of 2048 tokens, 4 of 4096
@@ -77,14 +76,6 @@ class _Study:
         if max(q.shape[2], k.shape[2]) > length and q.shape[2] == k.shape[2] and form["key_mask"] is None:
             q, k, v = q[:, :, :length], k[:, :, :length], None if v is None else v[:, :, :length]
         self.piece = Piece(q, k, v, tokens=tokens, seed=seed, most_scores=MOST_SCORES, **form)
-        if not self.piece.norm > 0:
-            if form["key_mask"] is not None:
-                raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
-            largest = max(float(x.abs().max()) for x in (q, k))
-            raise ValueError(
-                "softmax attention is 0 or undefined here, so no error is relative to it: v is 0, or q and k are "
-                f"too large (entries up to {largest:.2g}) for their products to be finite; check how they were scaled"
-            )
         self.folded = self.piece.folded()
         exact = create("softmax", q.shape[-1])
         self._seconds(exact)  # warms up
@@ -93,8 +84,7 @@ class _Study:
         self.statistics = Calibration(self.k.shape[1], self.k.shape[-1])
         self.statistics.update(self.q, self.k, form["key_mask"])
         self.uniform = uniform_error(self.piece)
-        # What is worse than the mean of the values is of no use, however generous the target.
-        self.target = min(target, self.uniform)
+        self.target = limit_of(target, self.uniform)
 
     def _seconds(self, attend: Mechanism) -> float:
         """One run on the whole piece."""
@@ -132,21 +122,10 @@ class _Study:
         last = len(steps) - 1
         while last > 0 and judge(last).slow:
             last //= 2
-        # The dearest says whether the others are worth a run; an unlucky draw of it must not rule them out.
-        if judge(last).error > FAR * self.target:
+        # Errors fall from step to step, but for luck.
+        if not judge(last).meets(self.target):
             return judge(last)
-        tried = [judge(last)]
-        enough = 0.0
-        for i in range(last + 1):
-            size = steps[i].get("num_features", math.inf)
-            if size < enough:
-                continue
-            tried.append(judge(i))
-            if tried[-1].meets(self.target):
-                return tried[-1]
-            # Errors of random features fall as the inverse of their number at best.
-            enough = size * tried[-1].error / (FAR * self.target) if math.isfinite(size) else 0.0
-        return min(tried, key=lambda choice: choice.error)
+        return judge(bisect.bisect_left(range(last), True, key=lambda i: judge(i).meets(self.target)))
 
     def judge(self, ladder: Ladder, options: dict[str, Any]) -> Choice:
         """One setting: the best of a few draws on stretches, its error on the whole, and what that is at the length."""
@@ -209,10 +188,20 @@ class _Study:
             stretch = self.piece.tokens // 2
             deviation = math.inf if halves is None or short <= ROUNDING else halves.deviation(own)
         choice = replace(choice, tokens=self.piece.tokens, measured=flattered * whole)
+        if "error" in options:
+            choice = replace(choice, relative=self._relative(first))
         found = self._at_length(choice, short, stretch, deviation)
         if found.meets(self.target):
             self.fastest = min(self.fastest, took)
         return found
+
+    def _relative(self, attend: Mechanism) -> float:
+        """Seconds over those of softmax attention, carried on to the length: the clusters that a query looks at grow
+        with it, its exact keys hardly do, so time grows as its power 1.5, that of softmax attention as its square."""
+        exact = create("softmax", self.q.shape[-1])
+        runs = [(self._seconds(attend), self._seconds(exact)) for _ in range(2)]
+        mine, softmax = map(min, zip(*runs, strict=True))
+        return mine / softmax / math.sqrt(self.length / self.piece.tokens)
 
     @staticmethod
     def _flattered(each: Tensor) -> float:
@@ -229,6 +218,9 @@ class _Study:
         """The error carried on to the length with its growth from `short` on a stretch to the whole, never below 1. The
         interval: stretches differ, and so may the growth, by half of that per factor of it."""
         tokens, error = self.piece.tokens, choice.measured
+        kept = choice.options.get("error")
+        if kept is not None and self.length > tokens and error <= kept:
+            return replace(choice, error=error, high=kept, extrapolated=True)
         if self.length > tokens and self.folded is not None and self.q.shape[2] == self.k.shape[2]:
             steps = math.log(self.length / tokens) / math.log(tokens / stretch)
             offset = 1e-3 * self.target  # keeps two errors that are both nothing from making a factor
@@ -241,20 +233,26 @@ class _Study:
         return replace(choice, error=error, low=error * max(0.0, 1 - 2 * min(deviation, 1.0)), high=high)
 
 
+def _unsure(exact: TimeEstimate, relative: float) -> TimeEstimate:
+    return replace(exact.times(relative), low=exact.low * relative / 2, high=exact.high * relative * 2)
+
+
 def timed(plan: Plan) -> Plan:
     """A plan with the times of what meets its target, measured together or read from the table, and in their order."""
-    target = min(plan.target_error, plan.uniform)
+    target = limit_of(plan.target_error, plan.uniform)
     good = [choice for choice in plan.choices if choice.mechanism != "softmax" and choice.meets(target)]
     rest = [choice for choice in plan.choices if choice.mechanism != "softmax" and not choice.meets(target)]
-    form: dict[str, Any] = {"heads": plan.heads, "is_causal": plan.is_causal}
+    fixed = [choice for choice in [*good, plan.exact] if choice.relative is None]
     mechanisms = [
-        choice.create(plan.head_dim, plan.heads, **with_seed(choice.mechanism, choice.options, 0))
-        for choice in [*good, plan.exact]
+        choice.create(plan.head_dim, plan.heads, **with_seed(choice.mechanism, choice.options, 0)) for choice in fixed
     ]
-    costs = attention_costs(mechanisms, **form)
-    *good, exact = (
-        replace(choice, time=cost.at(plan.length)) for choice, cost in zip([*good, plan.exact], costs, strict=True)
-    )
+    costs = attention_costs(mechanisms, heads=plan.heads, is_causal=plan.is_causal)
+    *measured, exact = (replace(choice, time=cost.at(plan.length)) for choice, cost in zip(fixed, costs, strict=True))
+    assert exact.time is not None
+    good = [
+        *measured,
+        *(replace(choice, time=_unsure(exact.time, choice.relative)) for choice in good if choice.relative is not None),
+    ]
     order = sorted([*good, exact], key=lambda choice: choice.seconds / (WORTH if choice is exact else 1.0))
     return replace(plan, choices=(*order, *sorted(rest, key=lambda choice: choice.error)), exact=exact)
 
@@ -316,6 +314,8 @@ def plan(
         scale=scale,
         key_mask=None if key_mask is None else key_mask.cpu(),
     )
+    if length > study.piece.tokens and any(row.mechanism == "multipole" and row.given is None for row in rows):
+        rows.append(error_keeping(study.target))
     told = on_step or (lambda *_: None)
     steps = len(rows) + 1
     tokens, some = study.piece.tokens, study.q.shape[1]

@@ -125,10 +125,6 @@ def predict_error(
         seed=seed,
         most_scores=MOST_SCORES,
     )
-    if not piece.norm > 0:
-        raise ValueError(
-            "softmax attention is 0 here, and no error is relative to 0: v is 0, or key_mask leaves no key"
-        )
     about: dict[str, Any] = {
         "mechanism": attend.name,
         "options": {name: value for name, value in options.items() if name != "seed"},
