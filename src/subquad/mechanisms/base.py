@@ -48,10 +48,11 @@ class Mechanism(nn.Module):
     Facts, as class attributes:
         name, equation, paper, complexity: text for `describe`
         causal, recurrent, exact:  has a causal form; has a `scan`; equals softmax attention
+        kernelised:                is a feature map and a sum (`Kernelised`)
         constant_memory:           the state of its `scan` does not grow with the context
         causal_refusal:            why there is no causal form, where there is none
-        cross:                     takes other numbers of queries than keys
-        leaks_by_selection:        its choices (not its weights) see later tokens, which is documented
+        cross:                     there may be fewer or more queries than keys
+        leaks_by_selection:        in causal calls, which keys a query sees can depend on later tokens
         CONTRACT_VARIANTS:         option sets that the contract tests run; every option appears in one of them
     """
 
@@ -121,9 +122,9 @@ class Mechanism(nn.Module):
         return named
 
     def config(self) -> dict[str, Any]:
-        """What this mechanism is, as plain data: `create(**config)` makes it again.
+        """Name, sizes and options as plain data: `create(**config)` makes the mechanism again.
 
-        A config that would hold a callable is refused: code cannot be written to JSON, and unpickling it is not safe.
+        An option that is a function is refused: code cannot be written to JSON, and unpickling it is not safe.
 
         >>> import json, subquad as sq
         >>> attn = sq.create("performer", head_dim=8, num_features=16, seed=1)
@@ -296,7 +297,7 @@ class Mechanism(nn.Module):
         backend: str | None = None,
         chunk_size: int | None = None,
     ) -> Tensor:
-        """out (B, Hq, L, E): every absorbed key is visible to every query."""
+        """Attention of q (B, Hq, L, D) to all keys that were absorbed into `state` -> (B, Hq, L, E)."""
         if not self.absorbs:
             raise NotImplementedError(f"{self.name} has no state to read; see list_mechanisms(recurrent=True)")
         checks.check_queries(q, self.head_dim, self.heads)
@@ -311,7 +312,7 @@ class Mechanism(nn.Module):
 
     @property
     def uses_calibration(self) -> bool:
-        """Whether `calibrate` has statistics to add to; the others refuse it.
+        """Whether it needs `calibrate` before it is called; other mechanisms refuse to be calibrated.
 
         >>> import subquad as sq
         >>> [sq.create("performer", 8, heads=2, center=center).uses_calibration for center in (True, False)]
@@ -320,14 +321,14 @@ class Mechanism(nn.Module):
         return bool(calibrations(self))
 
     def redraw(self) -> None:
-        """Resample what is random, deterministically from the seed and a counter. Mechanisms without any do nothing."""
+        """Draw anew what is random, as a function of seed and counter. Without anything random it does nothing."""
 
     def calibrate(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
     ) -> None:
-        """Add sample queries (B, Hq, L, D) and keys (B, H, S, D) to the statistics; call it once per batch.
+        """Gather statistics of sample queries (B, Hq, L, D) and keys (B, H, S, D); further calls add to them.
 
-        Refused where there are none to add to: `uses_calibration` says so beforehand.
+        A mechanism that uses none raises; ask `uses_calibration` first.
         """
         raise ValueError(f"{self.name} as configured uses no calibration; nothing was changed")
 

@@ -83,8 +83,8 @@ class MultiheadAttention(nn.Module):
     head_dim:     None = dim / heads
     context_dim:  width of the other sequence in cross attention; None = dim
     bias:         of the four linear maps
-    dropout:      on the output. There is none on the attention weights: linear-time attention never has them as a
-                  matrix, and dropping features or values instead would be something else under the same name
+    dropout:      on the output. There is none on the attention weights: sub-quadratic attention never
+                  forms them, and dropping features or values instead would not be the same
     rotary:       turn q and k by their positions (self attention only), with base `rotary_base`
 
     Mechanisms that make their keys from the queries (LSH with shared_qk) get no key projection.

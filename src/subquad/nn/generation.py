@@ -195,13 +195,13 @@ def generate(model: Any, tokens: Tensor, max_new_tokens: int, **options: Any) ->
 
     temperature: 0 = greedy;  top_k, top_p: see `sample`
     generator:    a torch.Generator: the same one gives the same tokens
-    end_token:    a sequence that produced it goes on with it; all ended = stop
+    end_token:    ends a sequence, which is then filled with it; generation stops when all have ended
     key_mask:     (B, L) bool, True = real: prompts of different lengths, padded on either side
     states:       continue after these instead of an empty context
-    begin:        makes these instead, in evaluation mode and without gradients
+    begin:        a function that makes the first states instead; called in evaluation mode, without gradients
     prefill_size: the prompt is consumed in pieces of so many tokens, in memory that does not grow; None = at once
 
-    The model is in evaluation mode meanwhile.
+    Meanwhile the model is in evaluation mode; afterwards it is in the mode that it had.
 
     >>> import subquad as sq
     >>> model = sq.nn.TransformerDecoder(layers=1, heads=2, dim=8, vocab=5, mechanism="linear")

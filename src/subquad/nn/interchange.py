@@ -133,7 +133,7 @@ class TorchEncoderCall(nn.Module):
         mechanism: MechanismChoice = "softmax",
         **options: Any,
     ) -> TorchEncoderCall:
-        """To be put where `module` was."""
+        """A `TorchEncoderCall` with the weights of `module`, to use in its place."""
         encoder = from_torch(module, mechanism, **options)
         return cls(encoder, batch_first=_layers(module)[0][0].self_attn.batch_first).train(module.training)
 

@@ -67,7 +67,7 @@ class TransformerEncoder(Stack):
     ) -> Tensor:
         """x (B, L) ids or (B, L, dim) -> (B, L, dim).
 
-        key_mask:    (B, L) bool, True = real; padding may stand anywhere, its outputs mean nothing
+        key_mask:    (B, L) bool, True = real; padding may stand anywhere; its outputs have no meaning
         segment_ids: (B, L) integers: several sequences in a row, each as if it were alone
         start:       (B,) int64: the position of the first token, for a piece of a longer sequence; None = 0
         """
@@ -146,7 +146,7 @@ class TransformerDecoder(Stack):
     ) -> Tensor:
         """tokens (B, L) -> logits (B, L, vocab); position i has seen tokens 0..i.
 
-        key_mask:    (B, L) bool, True = real; padding may stand anywhere, its outputs mean nothing
+        key_mask:    (B, L) bool, True = real; padding may stand anywhere; its outputs have no meaning
         segment_ids: (B, L) integers: several sequences in a row, each as if it were alone
         memory:      (B, S, dim) for models with cross_mechanism, memory_mask (B, S)
         start:       (B,) int64: the position of the first token, for a piece of a longer sequence; None = 0
@@ -186,8 +186,7 @@ class TransformerDecoder(Stack):
     ) -> tuple[Tensor, ModelState]:
         """Consume tokens (B, L), also one, after those of `states`; (logits (B, L, vocab), new states).
 
-        key_mask:  (B, L) bool, True = real; masked tokens leave no trace in the states. (In a continued sequence they
-                   hold a place in the window of 'hybrid', as its own documentation says; in a first piece they do not)
+        key_mask:  (B, L) bool, True = real; masked tokens leave no trace in the states
         start:     position of the first token of a new sequence, an integer or (B,); see `ModelState.merge`
         last_only: logits (B, 1, vocab) of each sequence's last real token only
         """

@@ -17,7 +17,7 @@ __all__ = ["ModelState"]
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model remembers; made by `scan`, never changed in place, so a copy of the reference is a fork.
+    """What a model remembers after a `scan`. It is never changed in place, so it can be kept and continued many times.
 
     layers: one state per layer, the mechanism's own (None before the first token)
     memory: one state per layer of the attention to a memory; empty for models without one

@@ -119,7 +119,10 @@ def split_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -
 
 
 def gather_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -> Tensor:
-    """The whole sequence from everyone's pieces, on every process; differentiable. Pieces may differ in length."""
+    """The whole sequence from the pieces of all processes, on every process; differentiable.
+
+    Pieces may differ in length.
+    """
     length = torch.tensor([x.shape[dim]], device=x.device)
     lengths = [int(row[0]) for row in gather_tensors([length], group)]
     longest = max(lengths)

@@ -175,7 +175,7 @@ class SequenceParallel(nn.Module):
         return sum((row[0] for row in rows[:rank]), torch.zeros_like(real))
 
     def release(self) -> nn.Module:
-        """The module itself, attending alone again."""
+        """The module itself; its attention no longer exchanges states."""
         for mechanism in self.module.modules():
             if isinstance(mechanism, Mechanism):
                 mechanism.attend_override = None
@@ -193,7 +193,7 @@ def shard_sequence(module: nn.Module, group: ProcessGroup | None = None) -> Sequ
     loss of each (equally long) piece that average is the gradient of the mean over the whole sequence. For data and
     sequence parallelism together give each sequence's processes a `group` of their own and wrap over all processes.
 
-    Volume: see the module's text; per attention layer one state per process and direction, whatever the length.
+    Per attention layer each process sends one state per direction, whose size does not depend on the length.
 
     >>> import torch.distributed as dist, subquad as sq
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
