@@ -199,8 +199,7 @@ class _Study:
         """Seconds over those of softmax attention, carried on to the length: the clusters that a query looks at grow
         with it, its exact keys hardly do, so time grows as its power 1.5, that of softmax attention as its square."""
         exact = create("softmax", self.q.shape[-1])
-        runs = [(self._seconds(attend), self._seconds(exact)) for _ in range(2)]
-        mine, softmax = map(min, zip(*runs, strict=True))
+        mine, softmax = (min(self._seconds(one) for _ in range(2)) for one in (attend, exact))
         return mine / softmax / math.sqrt(self.length / self.piece.tokens)
 
     @staticmethod
