@@ -250,8 +250,13 @@ def summary(record: dict[str, Any], names: Iterable[str]) -> str:
     text = f"{good} of {len(rows)} plans are good ({good / len(rows):.0%}). The answer is softmax for {counts} tokens"
     known = [name for name in names if name in record.get("before", {})]
     if known:
-        counts = ", ".join(f"{sum(record['before'][name][str(n)] for name in known)} at {n}" for n in LENGTHS)
-        text += f"; before multipole it was for {counts}, of {len(known)} kinds"
+
+        def counted(softmax: Any) -> str:
+            return ", ".join(f"{sum(softmax(name, str(n)) for name in known)} at {n}" for n in LENGTHS)
+
+        before = counted(lambda name, n: record["before"][name][n])
+        now = counted(lambda name, n: record["answers"][name]["at"][n] == "softmax")
+        text += f"; on {len(known)} of the kinds the planner before multipole was asked too: {before}, now {now}"
     return text + "."
 
 
