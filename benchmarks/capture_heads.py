@@ -8,17 +8,31 @@ the number of keys that its rows spread over. The model knows 512 positions; for
 """
 
 import argparse
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from conversion_data import extended
+from torch import Tensor
 
 import subquad
 from subquad.hf import capture
-from subquad.lab.captured import pack
+from subquad.lab.captured import FOLDER
 
 LENGTH = 1024
+
+
+def pack(q: Tensor, k: Tensor, v: Tensor, about: dict[str, Any]) -> None:
+    """Write both files from q, k, v (heads, length, width)."""
+    stacked = torch.stack([q, k, v]).float()
+    scales = stacked.abs().amax(-2).clamp(min=1e-12) / 127.0
+    numbers = (stacked / scales.unsqueeze(-2)).round().to(torch.int8)
+    (FOLDER / "captured.bin").write_bytes(bytes(numbers.view(torch.uint8).flatten().tolist()))
+    short = [[[float(f"{x:.4g}") for x in row] for row in heads] for heads in scales.tolist()]
+    text = json.dumps({**about, "shape": list(stacked.shape), "scales": short}, indent=1)
+    (FOLDER / "captured.json").write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:

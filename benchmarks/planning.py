@@ -6,18 +6,18 @@
     python benchmarks/planning.py before OLD_SRC --json results/planning.json --model ...
 
 `planning_kinds.py` has the inputs: laws, and with `--model` (repeat it) the layers of pretrained models on a text. For
-every kind the plan for an error of 0.05 is made on one sample. On two fresh
-inputs of the same kind its first choice, created with the seed that it names and calibrated on the sample, must have a
-mean error of at most 1.2 times the target, and take at most 1.5 times as long as the fastest of all settings that meet
-the target there; softmax attention is one of them.
+every kind the plan for an error of 0.05 is made on one sample. On two fresh inputs of the same kind its first choice,
+created with the seed that it names and calibrated on the sample, must have a mean error of at most 1.2 times the
+target, and take at most 1.5 times as long as the fastest of all settings that meet the target there; softmax attention
+is one of them.
 
 errors   everything that does not depend on times, may run beside other work, and goes on where it stopped: the errors
          that plans find, those of their choices on fresh inputs, and of each row of candidates the cheapest setting
          that meets the target there. Settings of a row stand in the order of their times and, but for luck, of their
          errors: the cheapest is found by bisection
-times    on a quiet machine, minutes: each setting that came up is timed once for each shape and form, because times
-         depend on them and not on the data (so would not those of `multipole` with `error=`, which is no candidate);
-         plans are ranked with a table of times that starts empty
+times    on a quiet machine, minutes, goes on where it stopped: each setting that came up is timed once for each shape
+         and form, because times depend on them and not on the data; plans are ranked with a table of times that starts
+         empty
 before   the planner of other sources on the same inputs: how often its answer is softmax attention, at 4096 and 16384
          tokens and a target of 0.05
 """
@@ -250,8 +250,13 @@ def summary(record: dict[str, Any], names: Iterable[str]) -> str:
     text = f"{good} of {len(rows)} plans are good ({good / len(rows):.0%}). The answer is softmax for {counts} tokens"
     known = [name for name in names if name in record.get("before", {})]
     if known:
-        counts = ", ".join(f"{sum(record['before'][name][str(n)] for name in known)} at {n}" for n in LENGTHS)
-        text += f"; before multipole it was for {counts}, of {len(known)} kinds"
+
+        def counted(softmax: Any) -> str:
+            return ", ".join(f"{sum(softmax(name, str(n)) for name in known)} at {n}" for n in LENGTHS)
+
+        before = counted(lambda name, n: record["before"][name][n])
+        now = counted(lambda name, n: record["answers"][name]["at"][n] == "softmax")
+        text += f"; on {len(known)} of the kinds the planner before multipole was asked too: {before}, now {now}"
     return text + "."
 
 
@@ -346,7 +351,7 @@ def main() -> int:
     parser.add_argument("--json", required=True)
     parser.add_argument("--page", default=None, help="write the results as a page of the documentation")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--again", action="store_true", help="of `errors`: plans anew; errors of settings are kept")
+    parser.add_argument("--again", action="store_true", help="what is known too; errors of settings are kept")
     parser.add_argument("--kinds", default=None, help="names separated by ; (default: all)")
     parser.add_argument(
         "--model", nargs=4, action="append", default=[], metavar=("NAME", "FOLDER", "TEXT", "LENGTH"),
@@ -363,16 +368,18 @@ def main() -> int:
             if not record["kinds"]:
                 parser.error(f"--json {arguments.json}: it has no errors yet; run `errors` first")
             kinds = {name: kind for name, kind in record["kinds"].items() if wanted is None or name in wanted}
-            host, began = machine(), time.perf_counter()
-            clocks = settings_by_clock(kinds.values())
-            warm(kinds.values())
-            measured = {clock: times(clock, settings, arguments.runs) for clock, settings in clocks.items()}
+            record |= {"machine": machine()}
             record.setdefault("answers", {})
-            for name, kind in kinds.items():
-                record["answers"][name] = answers(kind, measured[tuple(kind["clock"])])
-                show(name, record["answers"][name])
-            record |= {"machine": host, "timing_seconds": time.perf_counter() - began}
-            write_json(arguments.json, record)
+            for clock, settings in settings_by_clock(kinds.values()).items():
+                here = {name: kind for name, kind in kinds.items() if tuple(kind["clock"]) == clock}
+                if not arguments.again and here.keys() <= record["answers"].keys():
+                    continue
+                warm(here.values())
+                measured = times(clock, settings, arguments.runs)
+                for name, kind in here.items():
+                    record["answers"][name] = answers(kind, measured)
+                    show(name, record["answers"][name])
+                write_json(arguments.json, record)
             done = {**record, "kinds": kinds}
             for group in dict.fromkeys(kind["group"] for kind in kinds.values()):
                 print(f"{group}: {summary(done, [name for name in kinds if kinds[name]['group'] == group])}")

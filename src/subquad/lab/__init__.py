@@ -6,8 +6,7 @@ a page. All but the report, which needs the `lab` extra, need torch only.
 """
 
 from subquad.files import write_json
-from subquad.lab.bench import Cell, Comparison, compare, read_comparison
-from subquad.lab.bench_table import table
+from subquad.lab.bench import Cell, Comparison, compare, read_comparison, table
 from subquad.lab.catalogue import mechanism_list
 from subquad.lab.errors import ErrorStudy, error_study, error_table
 from subquad.lab.inputs import Inputs, gaussian_inputs, read_inputs

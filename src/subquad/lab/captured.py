@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from subquad.lab.inputs import Inputs
 
-__all__ = ["captured_inputs", "origin", "pack"]
+__all__ = ["FOLDER", "captured_inputs", "origin"]
 
 FOLDER = Path(__file__).parent
 
@@ -43,14 +42,3 @@ def captured_inputs() -> Inputs:
     numbers = torch.frombuffer(raw, dtype=torch.int8).view(data["shape"])  # (3, heads, length, width)
     q, k, v = (numbers * torch.tensor(data["scales"]).unsqueeze(-2)).unsqueeze(1)
     return Inputs(q, k, v, source=f"{data['model']}, {data['text']}, {data['shape'][2]} tokens")
-
-
-def pack(q: Tensor, k: Tensor, v: Tensor, about: dict[str, Any], folder: Path = FOLDER) -> None:
-    """Write both files from q, k, v (heads, length, width)."""
-    stacked = torch.stack([q, k, v]).float()
-    scales = stacked.abs().amax(-2).clamp(min=1e-12) / 127.0
-    numbers = (stacked / scales.unsqueeze(-2)).round().to(torch.int8)
-    (folder / "captured.bin").write_bytes(bytes(numbers.view(torch.uint8).flatten().tolist()))
-    short = [[[float(f"{x:.4g}") for x in row] for row in heads] for heads in scales.tolist()]
-    text = json.dumps({**about, "shape": list(stacked.shape), "scales": short}, indent=1)
-    (folder / "captured.json").write_text(text + "\n", encoding="utf-8")

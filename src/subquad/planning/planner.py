@@ -39,6 +39,7 @@ __all__ = ["plan", "timed"]
 DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
 AVERAGED = 2  # where the mean over draws counts
 SLOWER = 3.0  # times softmax, or what has met the target, in two runs: such a setting is not looked at any further
+TELLING = 2e-3  # seconds: shorter runs are mostly overhead and luck, and nothing is called slow for them
 HOPELESS = 3.0  # times the target, on stretches: no run on the whole
 CLEAR = 0.25  # times the target: no need for a better draw
 MOST_HEADS, LEAST_HEADS = 8, 2
@@ -97,7 +98,7 @@ class _Study:
         """Whether a run on these tokens that took so long is far slower than what has met the target so far, or will be
         than softmax attention at the length."""
         exact = self.exact_seconds * max(1.0, self.length / self.piece.tokens)
-        return seconds > SLOWER * min(exact, self.fastest)
+        return seconds > max(TELLING, SLOWER * min(exact, self.fastest))
 
     def make(self, ladder: Ladder, options: dict[str, Any], draw: int) -> Mechanism:
         """The mechanism of one step, calibrated on the data where it uses calibration."""
@@ -199,8 +200,7 @@ class _Study:
         """Seconds over those of softmax attention, carried on to the length: the clusters that a query looks at grow
         with it, its exact keys hardly do, so time grows as its power 1.5, that of softmax attention as its square."""
         exact = create("softmax", self.q.shape[-1])
-        runs = [(self._seconds(attend), self._seconds(exact)) for _ in range(2)]
-        mine, softmax = map(min, zip(*runs, strict=True))
+        mine, softmax = (min(self._seconds(one) for _ in range(2)) for one in (attend, exact))
         return mine / softmax / math.sqrt(self.length / self.piece.tokens)
 
     @staticmethod

@@ -8,7 +8,7 @@ from .notebook import Notebook
 from .sections import generation, speed, use
 from .sections.machine import gemm_rate
 from .settings import Settings
-from .words import milliseconds, tokens
+from .words import crossing, milliseconds
 
 __all__ = ["findings", "headline", "star"]
 
@@ -41,14 +41,12 @@ def _crossover_words(found: dict[str, Any], name: str, form: str) -> str:
     rows = found["crossovers"].get(form, {})
     if name not in rows:
         return "was not measured"
-    if rows[name] is None:
-        return "does not overtake softmax at the lengths measured"
-    where = "already at" if rows[name] <= found["shortest"] else "from about"
     gain = found["gains"][form][name]
-    return (
-        f"overtakes softmax {where} {tokens(rows[name])} tokens and is {gain['gain']:.1f} times as fast at "
-        f"{gain['length']:,}"
-    )
+    if rows[name] is None:
+        return f"does not overtake softmax up to {gain['length']:,} tokens, the longest measured"
+    where = "already at" if rows[name] <= found["shortest"] else "from about"
+    shown = crossing(rows[name], found["shortest"]).removeprefix("≤ ")
+    return f"overtakes softmax {where} {shown} tokens and is {gain['gain']:.1f} times as fast at {gain['length']:,}"
 
 
 def headline(found: dict[str, Any], settings: Settings) -> list[str]:

@@ -14,7 +14,7 @@ from .load import sentence
 from .notebook import Notebook
 from .sections import memory, speed, use
 from .settings import NO_ATTENTION, Settings
-from .words import milliseconds, tokens
+from .words import crossing, milliseconds
 
 __all__ = ["terminal_table"]
 
@@ -45,8 +45,8 @@ def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]
         for words, kind, causal, longest in columns:
             ms = speed.points(notebook, name, kind, causal).get(longest)
             row.append("-" if ms is None else milliseconds(ms))
-            crossing = found["crossovers"].get(words, {}).get(name)
-            row.append("-" if crossing is None else tokens(crossing))
+            known = found["crossovers"].get(words, {})
+            row.append(crossing(known[name], found["shortest"]) if name in known else "-")
         if sizes:
             mib = memory.points(notebook, name, "forward").get(max(sizes))
             row.append("-" if mib is None else f"{mib:.0f} MiB")

@@ -32,7 +32,7 @@ from ..tried import Tried, candidates, defaults, make
 from ..words import crossing, dot, milliseconds, times
 from .machine import gemm_rate
 
-__all__ = ["FORMS", "PASS", "SECTION", "attention_bytes", "crossovers", "operations", "points"]
+__all__ = ["FORMS", "PASS", "SECTION", "attention_bytes", "cells", "crossovers", "operations", "points"]
 
 NAME = "speed"
 FORMS = {
@@ -181,14 +181,20 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
     return found
 
 
+def cells(notebook: Notebook, name: str, kind: str = "forward", causal: bool = False) -> dict[int, dict[str, Any]]:
+    """What was found of one mechanism or setting, by length."""
+    found = {
+        asked["length"]: result["mechanisms"][name]
+        for asked, result in notebook.of(NAME)
+        if asked["pass"] == kind and asked["causal"] == causal and name in result["mechanisms"]
+    }
+    return dict(sorted(found.items()))
+
+
 def points(notebook: Notebook, name: str, kind: str = "forward", causal: bool = False) -> dict[int, float]:
     """Milliseconds by length of one mechanism or setting."""
-    found = {}
-    for asked, result in notebook.of(NAME):
-        cell = result["mechanisms"].get(name)
-        if asked["pass"] == kind and asked["causal"] == causal and cell and cell["status"] == "measured":
-            found[asked["length"]] = cell["best_ms"]
-    return dict(sorted(found.items()))
+    known = cells(notebook, name, kind, causal)
+    return {length: cell["best_ms"] for length, cell in known.items() if cell["status"] == "measured"}
 
 
 def operations(attend: object, length: int, heads: int, causal: bool) -> float | None:
@@ -261,20 +267,8 @@ def _table(notebook: Notebook, settings: Settings) -> str:
 def _shares(notebook: Notebook, name: str, causal: bool) -> dict[int, float]:
     """Per cent of the matrix-product rate, forward."""
     limit = gemm_rate(notebook)
-    found = {}
-    for asked, result in notebook.of(NAME):
-        cell = result["mechanisms"].get(name, {})
-        if limit and asked["pass"] == "forward" and asked["causal"] == causal and cell.get("operations"):
-            found[asked["length"]] = 100.0 * cell["operations"] / (cell["best_ms"] * 1e6) / limit
-    return dict(sorted(found.items()))
-
-
-def _spreads(notebook: Notebook, name: str, kind: str, causal: bool) -> Mapping[int, float]:
-    return {
-        asked["length"]: result["mechanisms"][name]["spread"]
-        for asked, result in notebook.of(NAME)
-        if asked["pass"] == kind and asked["causal"] == causal and "spread" in result["mechanisms"].get(name, {})
-    }
+    known = cells(notebook, name, "forward", causal) if limit else {}
+    return {n: 100.0 * x["operations"] / (x["best_ms"] * 1e6) / limit for n, x in known.items() if x.get("operations")}
 
 
 def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
@@ -287,7 +281,7 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
             mine = points(notebook, name, kind, causal)
             if not mine:
                 continue
-            spread = _spreads(notebook, name, kind, causal)
+            spread = {n: cell.get("spread", 0) for n, cell in cells(notebook, name, kind, causal).items()}
             gains = {n: softmax[n] / ms for n, ms in mine.items() if n in softmax}
             shares = _shares(notebook, name, causal) if kind == "forward" else {}
             notes = [

@@ -135,11 +135,7 @@ def tried(notebook: Notebook, kind: str, length: int) -> list[dict[str, Any]]:
 
 def _slower(notebook: Notebook, label: str, length: int) -> bool:
     """Whether it was left out at the last length up to this one for being slower than softmax: it is not missing."""
-    known = {
-        asked["length"]: result["mechanisms"][label]["status"]
-        for asked, result in notebook.of(speed.NAME)
-        if asked["pass"] == "forward" and not asked["causal"] and label in result["mechanisms"]
-    }
+    known = {n: cell["status"] for n, cell in speed.cells(notebook, label).items()}
     before = [n for n in known if n <= length]
     return bool(before) and known[max(before)] == "slower"
 
