@@ -1,10 +1,12 @@
 """One decoding step of one layer against a key-value cache: time per token, bytes, error, and a million tokens.
 
     python benchmarks/decoding.py [--model DIR --text FILE] [--contexts 16384,65536] [--only times,errors,million]
+                                  [--queries 0.1]
 
 Times: H 8, D 64, batch 1, keys around a few centres. `multipole` with all keys kept and in constant memory, and torch's
 fused attention over a cache that is written in place, in the same rounds. Every step goes on from the newest state, so
-chunks are completed and clustered as in generation. Mean and 99th percentile are over all steps.
+chunks are completed and clustered as in generation. Mean and 99th percentile are over all steps. Weights are sharp:
+most values cannot be seen beside the largest, and a step does not read them; with `--queries 0.1` they are flat.
 
 Errors: relative squared errors |out - exact|^2 / |exact|^2 of the outputs of scanned tokens on the queries, keys and
 values of every layer of a BERT-type encoder (DIR) on a text (FILE), with a causal mask, mean over layers.
@@ -39,15 +41,15 @@ KINDS: dict[str, dict[str, Any]] = {"all keys": {}, "constant": {"memory": "cons
 class Tokens:
     """q, k, v (1, H, n, D) of the next n tokens: keys and queries around the same centres."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int = 0, factor: float = 1.0) -> None:
+        self.factor, self.generator = factor, torch.Generator().manual_seed(seed)
         self.centres = 2 * torch.randn(1, HEADS, CENTRES, WIDTH, generator=self.generator)
 
     def __call__(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
         near = torch.randint(CENTRES, (2, n), generator=self.generator)
         noise = torch.randn(3, 1, HEADS, n, WIDTH, generator=self.generator)
         q, k = (self.centres[:, :, one] + 0.5 * some for one, some in zip(near, noise[:2], strict=True))
-        return q, k, noise[2]
+        return self.factor * q, k, noise[2]
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -56,10 +58,10 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, out
 
 
-def times(contexts: list[int], steps: int) -> list[dict[str, Any]]:
+def times(contexts: list[int], steps: int, factor: float) -> list[dict[str, Any]]:
     rows = []
     for context in contexts:
-        draw = Tokens()
+        draw = Tokens(factor=factor)
         _, k, v = draw(context)
         cache_k, cache_v = (F.pad(x, (0, 0, 0, steps)) for x in (k, v))
         made = {name: sq.create("multipole", WIDTH, seed=0, **kind) for name, kind in KINDS.items()}
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="16384,65536")
     parser.add_argument("--lengths", default="2048,8192")
     parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--queries", type=float, default=1.0, help="factor of the queries in `times`")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--only", default="times,errors,rollback,million")
@@ -193,7 +196,7 @@ def main() -> None:
     record: dict[str, Any] = {"machine": machine()}
     with torch.no_grad():
         if "times" in chosen:
-            record["times"] = times([int(x) for x in given.contexts.split(",")], given.steps)
+            record["times"] = times([int(x) for x in given.contexts.split(",")], given.steps, given.queries)
         if "errors" in chosen and given.model and given.text:
             record["errors"] = errors(given.model, given.text, [int(x) for x in given.lengths.split(",")])
         if "rollback" in chosen:

@@ -11,6 +11,7 @@
 namespace SQ_NS::multipole {
 
 constexpr float LARGE = 1e38f;  // costs are at most this: what is not a number still has to go somewhere
+constexpr long SIDE = 2 * PC;  // clusters whose distances are formed together: fewer sums would wait for each other
 constexpr float SAME = 1e-6f;   // means whose distance is a smaller part of their squares are the same
 
 struct Pool {
@@ -28,7 +29,7 @@ static Pool cut_pool(long n, long dim, float* memory, long* floats) {
   Pool x;
   Cutter take = {memory, 0};
   x.n = n, x.dim = dim, x.ldk = padded(dim, VL);
-  const long whole = padded(n, PC);
+  const long whole = padded(n, SIDE);
   x.mean = take(n * x.ldk);
   x.mean_t = take(whole * dim);
   x.middle = take(x.ldk);
@@ -51,15 +52,16 @@ static void place_mean(Pool& x, long i) {
 static void find_nearest(Pool& x, long i) {
   const float* mean = x.mean + i * x.ldk;
   const vf size = splat(x.size[i]), square = splat(x.square[i]);
-  for (long j = 0; j < x.n; j += PC) {
+  constexpr int N = SIDE / VL;
+  for (long j = 0; j < x.n; j += SIDE) {
     const float* panel = x.mean_t + j * x.dim;
-    vf away[NV];
-    SQ_UNROLL for (int v = 0; v < NV; v++) away[v] = zero();
-    for (long d = 0; d < x.dim; d++) SQ_UNROLL for (int v = 0; v < NV; v++) {
-      const vf a = splat(mean[d]) - load(panel + d * PC + v * VL);
+    vf away[N];
+    SQ_UNROLL for (int v = 0; v < N; v++) away[v] = zero();
+    for (long d = 0; d < x.dim; d++) SQ_UNROLL for (int v = 0; v < N; v++) {
+      const vf a = splat(mean[d]) - load(panel + (v / NV * x.dim + d) * PC + v % NV * VL);
       away[v] += a * a;
     }
-    for (int v = 0; v < NV; v++) {
+    for (int v = 0; v < N; v++) {
       const long at = j + v * VL;
       const vf other = load(x.size + at);
       const vf same = splat(SAME) * (square + load(x.square + at));
@@ -191,9 +193,9 @@ static void merge_parts(const Parts& parts, long n, long limit, Pool& x, int32_t
   float total = 0.0f;
   for (long i = 0; i < n; i++) total += parts.size[i];
   memset(x.mean, 0, sizeof(float) * n * x.ldk);
-  memset(x.size, 0, sizeof(float) * padded(n, PC));
-  memset(x.square, 0, sizeof(float) * padded(n, PC));
-  memset(x.mean_t, 0, sizeof(float) * padded(n, PC) * x.dim);
+  memset(x.size, 0, sizeof(float) * padded(n, SIDE));
+  memset(x.square, 0, sizeof(float) * padded(n, SIDE));
+  memset(x.mean_t, 0, sizeof(float) * padded(n, SIDE) * x.dim);
   memset(x.middle, 0, sizeof(float) * x.ldk);
   for (long i = 0; i < n; i++)
     for (long d = 0; d < x.dim && parts.size[i] > 0.0f; d++) x.middle[d] += parts.size[i] / total * parts.mean[i * parts.ldm + d];
