@@ -10,7 +10,7 @@ texts      a sentence encoder, positions interpolated, converted for each of --l
            of --text, of which it holds one out; the cosines are those of texts of each file of --unseen, at 512
            tokens, at every length up to the one it was converted for. --students keeps the converted encoders,
            and a run that finds some there goes on with them
-sentences  the encoders of `texts` on STS-B dev: Spearman
+sentences  the encoders of `texts`, or those in --students, on STS-B dev: Spearman
 stories, antibodies, reactions   the language models of benchmarks/conversion.py on their own data, converted for
            --chosen-for tokens: perplexity, masked accuracy. Without a file of antibodies IgLM samples them
 speed      seconds of the whole encoders in --students at the lengths that they were converted for, exact and converted
@@ -226,6 +226,8 @@ def main() -> None:
     if "texts" in only:
         choices = texts(study, arguments)
     if "sentences" in only:
+        if not choices and arguments.students:
+            choices = {int(folder.name): kept_choice(folder) for folder in sorted(arguments.students.iterdir())}
         sentences(study, arguments, choices)
     for function in (stories, antibodies, reactions, speed):
         if function.__name__ in only:

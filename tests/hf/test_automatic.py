@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForQuestionAnswering
+from transformers import BertConfig, BertForQuestionAnswering, CLIPConfig, CLIPModel
 
 import subquad as sq
 from subquad.hf import convert, revert
 from subquad.hf.plan import automatic
 from subquad.hf.plan.automatic import output_error, outputs
 
+from .zoo import batch as make_batch
 from .zoo import encoder, make, padded_batches, text
 
 # Seconds of one head per token, by mechanism: what a machine would say, without measuring.
-COST = {"softmax": 0.0, "local": 2e-6, "hybrid": 4e-6, "improved-clustered": 6e-6, "performer": 3e-6, "multipole": 5e-6}
+COST = {"softmax": 0.0, "local": 2e-6, "hybrid": 4e-6, "improved-clustered": 6e-6, "performer": 3e-6, "multipole": 5e-6,
+        "taylor": 3e-6}  # fmt: skip
 
 
 @pytest.fixture
@@ -114,6 +116,33 @@ def test_answers_to_questions_are_logits(known_times: None) -> None:
     assert kind == "logits" and x.shape[1] == 2
     _, report = convert(model, calibration=[text(seed=s) for s in range(4)], length=8192, candidates=CANDIDATES)
     assert report.choice is not None and report.choice.error <= 0.01
+
+
+def test_windows_beside_cross_attention(known_times: None) -> None:
+    candidates = [*CANDIDATES, {"mechanism": "taylor"}]
+    batches = [make_batch("bart", seed=seed) for seed in range(4)]
+    _, report = convert(make("bart"), calibration=batches, error=0.9, length=8192, candidates=candidates)
+    assert report.choice is not None and report.choice.without_far is not None
+    names = {row.name: str(row.mechanism) for row in report.layers if row.mechanism is not None}
+    assert any("local" in what for name, what in names.items() if "encoder_attn" not in name)
+    assert not any("local" in what for name, what in names.items() if "encoder_attn" in name)
+
+
+def test_two_towers_are_judged_by_both_embeddings() -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPConfig(
+        text_config={**size, "vocab_size": 40, "max_position_embeddings": 16},
+        vision_config={**size, "image_size": 16, "patch_size": 4}, projection_dim=8,
+    )  # fmt: skip
+    batch = {"input_ids": torch.randint(3, 40, (2, 9)), "pixel_values": torch.randn(2, 3, 16, 16)}
+    found = outputs(CLIPModel(config).eval(), [batch])
+    assert [(kind, tuple(x.shape)) for kind, x, _ in found] == 2 * [("hidden", (2, 8))]
+
+
+def test_the_length_of_images_is_their_patches(known_times: None) -> None:
+    batches = [make_batch("vit", seed=seed) for seed in range(2)]
+    _, report = convert(make("vit"), calibration=batches, candidates=CANDIDATES)
+    assert report.choice is not None and report.choice.length == 17
 
 
 def test_bad_input() -> None:

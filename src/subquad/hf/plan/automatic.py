@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from ... import checks
 from ...mechanisms import Mechanism
 from ..conversion.attachment import attach, detach
-from ..conversion.capturing import evaluating, run
+from ..conversion.capturing import capture, evaluating, run
 from ..conversion.layers import AttentionLayer
 from ..conversion.placement import device_of
 from .candidates import EXACT, automatic_candidates, checked_candidates
@@ -106,7 +106,12 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
                 names = ("logits", "start_logits", "last_hidden_state", "token_embeddings", "sentence_embedding")
                 name = next((n for n in names if isinstance(out.get(n), Tensor)), None)
                 if name is None:
-                    raise TypeError(f"{type(model).__name__} gives {list(out)}: neither logits nor a last hidden state")
+                    towers = [y for n, y in out.items() if n.endswith("_embeds") and isinstance(y, Tensor)]
+                    if not towers:
+                        given = f"{type(model).__name__} gives {list(out)}"
+                        raise TypeError(f"{given}: neither logits, nor embeddings, nor a last hidden state")
+                    found += [("hidden", y.float(), None) for y in towers]
+                    continue
                 kind, x = ("logits" if "logits" in name else "hidden"), out[name]
                 if name == "start_logits":  # of answers to questions: two distributions over the tokens
                     x = torch.stack([x, out["end_logits"]], 1)
@@ -184,10 +189,13 @@ def _attached(
             detach(model, layer)
 
 
-def _windows_alone(plan: LayerPlan) -> LayerPlan | None:
+def _windows_alone(plan: LayerPlan, layers: Mapping[int, AttentionLayer]) -> LayerPlan | None:
     """The plan with the far part of every group left out; None where no group has a window."""
     rows, windows = [], False
     for choice in plan.choices:
+        if layers[choice.layer].cross:  # nothing is near
+            rows.append(choice)
+            continue
         groups = []
         for group in choice.groups:
             window = group.get("window")
@@ -195,7 +203,7 @@ def _windows_alone(plan: LayerPlan) -> LayerPlan | None:
             near = {"mechanism": "local", "window": window or 32, "global_tokens": group.get("sinks", 4)}
             groups.append(dict(group) if group["mechanism"] == "softmax" else {"heads": group["heads"], **near})
         rows.append(replace(choice, groups=tuple(groups)))
-    return replace(plan, choices=tuple(rows), matrices={}) if windows else None
+    return replace(plan, choices=tuple(rows)) if windows else None
 
 
 def _cache_bytes(plan: LayerPlan, mechanisms: Mapping[int, Mechanism | None], length: int) -> tuple[int, int]:
@@ -261,7 +269,7 @@ def choose(
     if not open_layers:
         reasons = "; ".join(dict.fromkeys(layer.obstacle for layer in found[:4]))
         raise ValueError(f"no layer of {type(model).__name__} can be converted: {reasons}")
-    longest = _longest(batches) if length is None else length
+    longest = _longest(model, batches, open_layers[0]) if length is None else length
     options = automatic_candidates() if candidates is None else [EXACT, *checked_candidates(candidates)]
     asked = (options, longest, max_groups, draws, seed)
     kept = Kept(resume, model, batches, asked)
@@ -310,7 +318,7 @@ def choose(
     if not converted:
         mechanisms = dict.fromkeys(mechanisms)
     value = measured(plan)[0] if converted else 0.0
-    near = _windows_alone(plan) if converted else None
+    near = _windows_alone(plan, layers) if converted else None
     causal = any(layers[index].is_causal for index in survey.layers)
     return Chosen(
         mechanisms, plan, longest, value, None if near is None else measured(near)[0], times,
@@ -323,12 +331,15 @@ def _silent(what: str, done: int, total: int) -> None:
     return None
 
 
-def _longest(batches: Sequence[Any]) -> int:
-    """Tokens of the longest input."""
+def _longest(model: nn.Module, batches: Sequence[Any], layer: int) -> int:
+    """Tokens of the longest input: of texts their ids; of images and sounds what this attention layer sees."""
     sizes = []
     for batch in batches:
-        tensors = list(batch.values()) if isinstance(batch, Mapping) else [batch]
-        sizes += [x.shape[1] for x in tensors if isinstance(x, Tensor) and x.dim() in (2, 3)]
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, Tensor):
+            sizes.append(ids.shape[1])
+        else:
+            sizes += [k.shape[2] for sample in capture(model, [batch], layers=[layer]) for k in sample.k]
     return max(sizes, default=512)
 
 
@@ -340,7 +351,7 @@ def _times(
     """
     first = held[0]
     tensor = next(iter(first.values())) if isinstance(first, Mapping) else first
-    rows, tokens = int(tensor.shape[0]), _longest([first])
+    rows, tokens = int(tensor.shape[0]), _longest(model, [first], plan.choices[0].layer)
     exact_best = best = math.inf
     made = plan.mechanisms()
     with evaluating(model):
