@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
 
 import subquad
 from subquad.cli import main
+from subquad.cli.terminal import user_errors
 
 MAIN = "from subquad.cli import main; main()"
 
@@ -46,6 +48,14 @@ def test_without_the_extra_it_names_the_extra_and_exits_2(missing: str) -> None:
     assert done.returncode == 2
     assert 'pip install "subquad[cli]"' in done.stderr
     assert done.stdout == ""
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    wanted = r'this command needs psutil, which is not installed: pip install "subquad\[lab\]"'
+    with pytest.raises(typer.BadParameter, match=wanted), user_errors():
+        raise ModuleNotFoundError("No module named 'psutil'", name="psutil")
+    with pytest.raises(typer.BadParameter, match="No module named 'nowhere'"), user_errors():
+        raise ModuleNotFoundError("No module named 'nowhere'", name="nowhere")
 
 
 def test_version(said: Callable[..., Said]) -> None:

@@ -1,11 +1,14 @@
 """What every command shares: progress on stderr, numbers from text, and errors of the user without a traceback."""
 
+import importlib.metadata
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
 
+from subquad import checks
 from subquad.plain_text import first_line
 
 __all__ = ["numbers", "progress", "user_errors"]
@@ -35,7 +38,13 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from None
+        message = str(error)
+        # Imports at the top of a module fail with Python's own words, which name no extra.
+        if isinstance(error, ModuleNotFoundError) and error.name and "subquad[" not in message:
+            package = error.name.partition(".")[0]
+            if (extra := _extra_of(package)) is not None:
+                message = str(checks.missing_package("this command", package, extra))
+        raise typer.BadParameter(message) from None
     except (MemoryError, RuntimeError) as error:
         # torch says so in its own words, of the allocator or of a size that is no number any more.
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in ("allocate memory", "overflow")):
@@ -44,6 +53,19 @@ def user_errors() -> Iterator[None]:
             f"there is not enough memory for sizes like these ({first_line(error)}); ask for fewer tokens, heads or "
             "features"
         ) from None
+
+
+def _extra_of(package: str) -> str | None:
+    """The extra that brings a package; None where no extra does.
+
+    >>> _extra_of("psutil"), _extra_of("torch")
+    ('lab', None)
+    """
+    for line in importlib.metadata.requires("subquad") or []:
+        found = re.fullmatch(rf"{re.escape(package)}\b.*extra == ['\"](\w+)['\"]", line)
+        if found and found[1] != "all":
+            return found[1]
+    return None
 
 
 @contextmanager

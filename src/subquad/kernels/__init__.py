@@ -1,1 +1,1 @@
-"""Who computes: reference, chunked, native. One operator, one meaning."""
+"""The backends of the attention operators: reference, chunked, native. All of them compute the same."""

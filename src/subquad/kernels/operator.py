@@ -1,4 +1,4 @@
-"""What every operator shares: how it is called, what a backend of it must have, and who computes a call.
+"""What every operator shares: how it is called, what a backend must have, and which backend computes a call.
 
 An operator is a frozen *spec* (what is computed: a feature map, a window, a number of clusters), a `Call` (how it is
 called: scale, masks, backend, chunk size) and a dict of backends. A backend is a class below `Backend`; the dict lists

@@ -198,7 +198,7 @@ class Mechanism(nn.Module):
         scale:      multiplies q.k inside the kernel; None = the mechanism's default
         key_mask:   (B, S) bool, True = real; masked keys have exactly zero weight
         query_mask: (B, L) bool, True = real; masked queries give 0
-        backend, chunk_size: who computes and in which pieces; None = the fastest
+        backend, chunk_size: which implementation computes, and how many tokens at a time; None = the fastest
 
         attn_mask, dropout_p, enable_gqa are torch's arguments: a mask or dropout of the (L, S) weights is refused,
         since they are never formed; grouped-query heads are always recognised.

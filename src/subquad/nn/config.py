@@ -48,7 +48,7 @@ def _check_layer_mechanism(argument: str, choice: object) -> None:
 
 
 def _frozen_mechanism(argument: str, choice: Any, layers: int) -> Any:
-    """`choice` checked, with lists as tuples and dicts copied, so that nobody changes them behind the config."""
+    """`choice` checked, with lists as tuples and dicts copied, so that the config cannot change later."""
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         if len(choice) != layers:
             raise ValueError(

@@ -67,7 +67,7 @@ class Choice:
 
     options:   with the seed of the draw of random features that was measured; the heads of a layer share it, so
                `create` gives the whole layer that draw
-    error:     at the plan's length: measured, or carried on from the tokens that were (`extrapolated`)
+    error:     at the plan's length: measured, or extrapolated from the tokens that were (`extrapolated`)
     low, high: what it is likely to lie between: two deviations, as stretches of the input differ
     measured:  on `tokens` tokens, of `draws` draws: the best of them on disjoint stretches, with what choosing it there
                flatters it; of clusters and buckets, which are made of the data at hand, the mean
@@ -196,7 +196,7 @@ class Plan:
         if best is not None and best.mechanism == "softmax":
             return f"softmax: exact, and at {self.length} tokens no approximation that will do is faster{flat}"
         if best is not None:
-            carried = f" carried on from {best.tokens} tokens" if best.extrapolated else ""
+            carried = f" extrapolated from {best.tokens} tokens" if best.extrapolated else ""
             return (
                 f"{best.label}: error {best.error:.2g} (at most {best.high:.2g}){carried}, {self._gain(best)} at "
                 f"{self.length} tokens{flat}"
@@ -234,7 +234,7 @@ class Plan:
                 f"{self.tokens // self.stretches} to {self.tokens} tokens"
             )
         if self.length > cost.LENGTHS[-1]:
-            found.insert(2, f"times are carried on from up to {cost.LENGTHS[-1]} tokens; the JSON has their range")
+            found.insert(2, f"times are extrapolated from up to {cost.LENGTHS[-1]} tokens; the JSON has their range")
         best = self.best
         if best is not None and best.needs_calibration:
             found.append("before use: call calibrate(q, k) on sample data")

@@ -97,7 +97,7 @@ class Chosen:
 def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor, Tensor | None]]:
     """(kind, tensor, mask) of each batch: logits where the model has them, else its last hidden state. The mask has the
     tokens that count: real ones, and of logits those with a label where the batch has labels."""
-    found = []
+    found: list[tuple[str, Tensor, Tensor | None]] = []
     with evaluating(model):
         for batch in batches:
             out = run(model, batch)
@@ -129,11 +129,13 @@ def _counted(batch: Any, kind: str, x: Tensor) -> Tensor | None:
     """
     if not isinstance(batch, Mapping):
         return None
-    real, labels = batch.get("attention_mask"), batch.get("labels")
-    fits = [isinstance(one, Tensor) and one.shape == x.shape[:2] for one in (real, labels)]
-    if fits[1] and kind == "logits" and bool((labels != UNLABELLED).any()):
-        return labels != UNLABELLED  # type: ignore[no-any-return]
-    return real.bool() if fits[0] else None  # type: ignore[union-attr]
+    real, labels = (
+        one if isinstance(one, Tensor) and one.shape == x.shape[:2] else None
+        for one in (batch.get("attention_mask"), batch.get("labels"))
+    )
+    if labels is not None and kind == "logits" and bool((labels != UNLABELLED).any()):
+        return labels != UNLABELLED
+    return None if real is None else real.bool()
 
 
 def output_error(found: Sequence[Any], wanted: Sequence[Any], deviations: float = 0.0) -> float:

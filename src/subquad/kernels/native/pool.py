@@ -1,4 +1,4 @@
-"""Memory for the states that decode steps hand out: used again as soon as nobody holds the old state any more.
+"""Memory for the states that decode steps return: used again as soon as nothing refers to the old state.
 
 A step returns a new state and the one before it is dropped, once per layer. The C library gives such large blocks back
 to the system and asks for them again, and every fresh page costs a fault and a zeroing: several times what the step
@@ -43,7 +43,7 @@ class BlockPool:
     def __init__(self, most: int = LARGEST) -> None:
         self.most = most
         self._kept: dict[int, list[Tensor]] = {}
-        self._lent: dict[int, set[int]] = {}  # where blocks of a size are that somebody holds
+        self._lent: dict[int, set[int]] = {}  # addresses of the blocks of a size that are in use
         self._layouts: dict[tuple[tuple[int, ...], ...], _Layout] = {}
 
     def kept_bytes(self) -> int:
@@ -51,11 +51,11 @@ class BlockPool:
         return sum(4 * size * len(blocks) for size, blocks in list(self._kept.items()))
 
     def lent_bytes(self) -> int:
-        """How many bytes somebody holds."""
+        """How many bytes are in use."""
         return sum(4 * size * len(places) for size, places in list(self._lent.items()))
 
     def clear(self) -> None:
-        """Give everything that nobody holds back to the system."""
+        """Return everything that is not in use to the system."""
         for blocks in list(self._kept.values()):
             blocks.clear()
 

@@ -100,7 +100,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModel
     from transformers.utils import logging
 
-    from subquad.hf.models.tokenization import saved_tokenizer  # its room also registers our own model classes
+    from subquad.hf.models.tokenization import saved_tokenizer  # importing it registers our own model classes
 
     logging.disable_progress_bar()  # there is a bar already
     if not (folder / "config.json").is_file():

@@ -3,7 +3,7 @@
 The errors of everything that might do are measured on each kind of input; their times are those of the section speed.
 A recommendation is the fastest setting whose error stays within the budget and below that of the mean of the values. It
 needs a time at that very length, or at lengths on both sides of it, of the setting and of softmax alike: where there
-is none it says what is missing. An error at more tokens than were measured is carried on from half of them and says so.
+is none it says what is missing. An error at more tokens than were measured is extrapolated from half of them and says so.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def jobs(settings: Settings, notebook: Notebook) -> list[Job]:
 
 
 def _error_at(row: Mapping[str, Any], tokens: int, length: int) -> tuple[float, bool]:
-    """The error at this length, and whether it was carried on from fewer tokens."""
+    """The error at this length, and whether it was extrapolated from fewer tokens."""
     error = math.inf if row["error"] is None else float(row["error"])
     if length <= tokens or error == 0 or not math.isfinite(error):
         return error, False
@@ -193,7 +193,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
     if row["mechanism"] == "softmax":
         return f"<td>{dot('softmax')}softmax<small>exact{more}</small></td>"
     note = " · the mean would do" if row["mean_would_do"] else ""
-    carried = f" carried on from {row['tokens']:,} tokens" if row["carried"] else ""
+    carried = f" extrapolated from {row['tokens']:,} tokens" if row["carried"] else ""
     return (
         f"<td>{dot(row['mechanism'])}{html.escape(row['label'])}"
         f"<small>{times(row['gain'])}× faster · error {row['error']:.2g}{carried}{note}{more}</small></td>"
