@@ -271,7 +271,7 @@ def page(record: dict[str, Any]) -> str:
         "queries and keys (`benchmarks/planning_kinds.py`) and on layers captured from pretrained models, none of them",
         "used to build it. A plan is good if, on fresh inputs, its first choice has an error of at most 1.2 times the",
         "target and takes at most 1.5 times as long as the fastest of all settings that meet it there. Plans for 4096",
-        "and 16384 tokens from a shorter input are carried on from it.",
+        "and 16384 tokens from a shorter input are extrapolated from it.",
         "",
         "```sh",
         "python benchmarks/planning.py errors --json results/planning.json --model NAME FOLDER TEXT LENGTH",

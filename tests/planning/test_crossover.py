@@ -13,9 +13,10 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 def test_softmax_below_and_the_mechanism_above():
     below = sq.create("auto", 16, length=299, crossover=300)
-    above = sq.create("auto", 16, length=300, crossover=300, num_features=32, seed=1)
+    above = sq.create("auto", 16, length=300, crossover=300, above="performer", num_features=32, seed=1)
     assert below.name == "softmax"
     assert above.name == "performer"
+    assert sq.create("auto", 16, length=300, crossover=300).name == "multipole"
     assert above.config() == sq.create("performer", 16, num_features=32, seed=1).config()
     assert sq.create("auto", 16, length=10**6, crossover=300, above="linear").name == "linear"
 

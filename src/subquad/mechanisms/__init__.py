@@ -84,8 +84,8 @@ def create(
     heads, kv_heads: needed where parameters are per head; kv_heads < heads for grouped-query heads
     options:         those of the mechanism, see `describe(name)["options"]`
 
-    `create("auto", head_dim, length=...)` measures once on this machine from which length on a linear mechanism is
-    faster (`above="performer"`, with its options). It returns softmax for shorter lengths and that mechanism otherwise.
+    `create("auto", head_dim, length=...)` measures once on this machine from which length on a mechanism is faster
+    (`above="multipole"`, with its options). It returns softmax for shorter lengths and that mechanism otherwise.
 
     >>> import torch, subquad as sq
     >>> attn = sq.create("performer", head_dim=64, num_features=256, seed=0)
@@ -119,7 +119,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mechanism: str | Mechanism | type[Mechanism] = "performer",
+    mechanism: str | Mechanism | type[Mechanism] = "multipole",
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -128,6 +128,8 @@ def attention(
     **options: Any,
 ) -> Tensor:
     """Attention in one call: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E) -> (B, Hq, L, E).
+
+    mechanism: `multipole` is the closest to softmax attention without training; see `list_mechanisms`
 
     A mechanism is made at every call; for a model, `create` it once. Without a `seed` option random mechanisms draw a
     new projection at every call. Further options are those of the mechanism.

@@ -109,7 +109,7 @@ def resolve_auto(
     kv_heads: int | None,
     *,
     length: int,
-    above: str = "performer",
+    above: str = "multipole",
     is_causal: bool = False,
     training: bool = False,
     crossover: int | None = None,

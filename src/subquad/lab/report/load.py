@@ -85,4 +85,4 @@ def sentence(load: dict[str, Any]) -> str:
     how = (
         "" if threads == usual else f" measured with {threads} thread{'' if threads == 1 else 's'} instead of {usual},"
     )
-    return f"Other processes took {taken:.1f} of {cores} cores:{how} times are up to {factor:.0f}x too long."
+    return f"Other processes took {taken:.1f} of {cores} cores:{how} times are up to {factor:.2g}x too long."

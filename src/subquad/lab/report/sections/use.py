@@ -3,7 +3,8 @@
 The errors of everything that might do are measured on each kind of input; their times are those of the section speed.
 A recommendation is the fastest setting whose error stays within the budget and below that of the mean of the values. It
 needs a time at that very length, or at lengths on both sides of it, of the setting and of softmax alike: where there
-is none it says what is missing. An error at more tokens than were measured is extrapolated from half of them and says so.
+is none it says what is missing. An error at more tokens than were measured is extrapolated from half of them, and says
+so.
 """
 
 from __future__ import annotations
