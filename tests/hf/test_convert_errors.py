@@ -73,7 +73,7 @@ def test_calibration(model: Any) -> None:
         convert(model, "performer", features="sderf", calibration=[])
     with pytest.raises(TypeError, match=r"got a single dict; put it into a list"):
         convert(model, "performer", features="sderf", calibration=batch("bert"))
-    with pytest.raises(TypeError, match=r"a batch must be a dict of tensors"):
+    with pytest.raises(TypeError, match=r"calibration\[0\] must be a dict of tensors as the model takes them"):
         convert(model, "performer", features="sderf", calibration=["some text"])
     padding = {**batch("bert"), "attention_mask": torch.zeros(3, 12, dtype=torch.long)}
     with pytest.raises(ValueError, match=r"never reach attention layer 0 .*or hold padding only"):

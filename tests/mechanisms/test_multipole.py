@@ -306,12 +306,14 @@ def test_degenerate_keys(backend, causal):
     assert out.abs().max() <= v.abs().max() * 1.001  # a weighted mean of values
 
 
-def test_nan_is_seen_and_reaches_no_earlier_query():
-    attn = sq.create("multipole", 8, chunk=8, clusters=2, exact_keys=4, seed=0)
+@pytest.mark.parametrize("options", [{"exact_keys": 4}, {"exact_keys": 20}, {"error": 0.01}])
+@pytest.mark.parametrize("backend", [None, "chunked", "reference"])
+def test_nan_is_seen_and_reaches_no_earlier_query(backend, options):
+    attn = sq.create("multipole", 8, chunk=8, clusters=2, seed=0, **options)
     for index in (1, 2):
         inputs = list(draw(length=60, dim=8))
         inputs[index][:, :, 30] = float("nan")
-        out = attn(*inputs, is_causal=True)
+        out = attn(*inputs, is_causal=True, backend=backend)
         assert out[:, :, :30].isfinite().all()
         assert out[:, :, 30].isnan().any()
 

@@ -26,6 +26,7 @@ from .definition import (
     slot_of_members,
     statistics,
     take,
+    weighted,
 )
 
 __all__ = ["Chunked", "cluster", "inspect"]
@@ -155,14 +156,14 @@ class Chunked(Backend[Spec]):
             empty = hidden.all(-1, keepdim=True)
             weights = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(hidden, 0.0)
             parts = weights.split([x.shape[-1] for x in logits], -1)
-            out = parts[0] @ near_values.repeat_interleave(groups, 1)
+            out = weighted(parts[0], near_values.repeat_interleave(groups, 1))
             if chunks:
-                out = out + parts[1] @ stats.mean_value.repeat_interleave(groups, 1)
+                out = out + weighted(parts[1], stats.mean_value.repeat_interleave(groups, 1))
                 if owner is None:
                     grouped = parts[2].unflatten(1, (-1, groups)).unsqueeze(-2)
-                    out = out + (grouped @ take(values, rows)).squeeze(-2).flatten(1, 2)
+                    out = out + weighted(grouped, take(values, rows)).squeeze(-2).flatten(1, 2)
                 else:
-                    out = out + parts[2] @ values[:, :, : owner.shape[-1]].repeat_interleave(groups, 1)
+                    out = out + weighted(parts[2], values[:, :, : owner.shape[-1]].repeat_interleave(groups, 1))
             return carry, out
 
         if q.shape[2] == 0 or k.shape[2] == 0:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checkpointing import tracing
 from ..kmeans import ClusterDraw, lloyd, rank_order
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "slot_of_members",
     "statistics",
     "take",
+    "weighted",
 ]
 
 SMALL = 1e-30
@@ -165,6 +167,18 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     rows: Tensor = x.gather(2, flat.long()).unflatten(2, index.shape[2:])
     return rows
+
+
+def weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """weights (..., L, S) @ values (..., S, E); a value that is not finite reaches only queries that give it a weight.
+
+    The plain product would hand it to all: 0 * nan is nan.
+    """
+    bad = ~values.isfinite().all(-1, keepdim=True)
+    if values.device.type == "cpu" and not tracing(values) and not bool(bad.any()):
+        return weights @ values
+    seen = (weights.detach() != 0).to(values.dtype) @ bad.to(values.dtype) > 0
+    return (weights @ values.masked_fill(bad, 0.0)).masked_fill(seen, float("nan"))
 
 
 def sight(spec: Spec, mask: Tensor, queries: int) -> Sight:
@@ -319,7 +333,7 @@ def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Te
         peak = mass.amax(-1, keepdim=True) if mass.shape[-1] else mass.sum(-1, keepdim=True)
         weight = (mass - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=SMALL)
-        out = weight @ stats.mean_value.repeat_interleave(groups, 1)
+        out = weighted(weight, stats.mean_value.repeat_interleave(groups, 1))
         # A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one.
         rise = spec.rise * q.norm(dim=-1, keepdim=True) * _grouped(stats.radius, groups)
         rise = (rise - second_order(spec, q, stats)).clamp(0, 80)
@@ -329,7 +343,7 @@ def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Te
     fits = keys <= _most_keys(spec, q, stats, chunks).unsqueeze(-1)
     limited = torch.zeros_like(fits[..., :0].any(-1))
     if spec.error is not None:
-        left = (value * visible).sum(-1, keepdim=True) - order.values.clamp(min=0).cumsum(-1)
+        left = value.masked_fill(~visible, 0.0).sum(-1, keepdim=True) - order.values.clamp(min=0).cumsum(-1)
         allowed = spec.error * out.square().sum(-1, keepdim=True)
         # What is still too much before a cluster is chosen makes it chosen.
         needed = left + order.values.clamp(min=0) > allowed

@@ -18,6 +18,7 @@ from .definition import (
     slot_of_members,
     statistics,
     take,
+    weighted,
 )
 
 __all__ = ["Reference", "choose"]
@@ -81,4 +82,4 @@ class Reference(Backend[Spec]):
         empty = (logits == float("-inf")).all(-1, keepdim=True)
         weights = torch.softmax(logits.masked_fill(empty, 0.0), -1).masked_fill(logits == float("-inf"), 0.0)
         values = torch.cat([v, stats.mean_value], 2).repeat_interleave(groups, 1)
-        return weights @ values
+        return weighted(weights, values)
