@@ -5,6 +5,7 @@
     python benchmarks/experiments.py run              the queue: one run at a time, in the background of other work
     python benchmarks/experiments.py time             seconds per step of each, on a quiet machine, for time axes
     python benchmarks/experiments.py pages            results and pages of what is there
+    python benchmarks/experiments.py keep             finished runs, without their training curves, to docs/data
 
 Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
 after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
@@ -255,6 +256,28 @@ def pages(args: argparse.Namespace, quiet: bool = False) -> None:
             print(f"{one.name}: {one.claim}\n{comparison_table(result)}\n", flush=True)
 
 
+def keep(args: argparse.Namespace) -> None:
+    """Commands, dates, seeds and validation curves of finished runs, added to those in docs/data/experiments.json."""
+    path = Path(__file__).parent.parent / "docs/data/experiments.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for one in chosen(args):
+        for job in one.jobs():
+            folder = args.out / job.folder
+            if status(folder) not in DONE:
+                continue
+            ((found,),) = collect([folder])["runs"].values()
+            starts = json.loads((args.out / f"{job.folder}.starts.json").read_text(encoding="utf-8"))["starts"]
+            line = starts[0]["command"].replace(str(args.out), "results/experiments").replace(str(args.data), "data")
+            figures = ("status", "step", "parameters", "metrics", "artefacts")
+            curve = [{k: v for k, v in row.items() if k not in ("kind", "seconds")} for row in found["valid"]]
+            kept[job.folder] = {
+                "command": line, "date": starts[-1]["date"], "machine": starts[-1]["machine"],
+                **{name: found[name] for name in figures}, "valid": curve,
+            }  # fmt: skip
+            print(f"{job.folder}: {found['metrics']}", flush=True)
+    write_json(path, dict(sorted(kept.items())))
+
+
 def measure(args: argparse.Namespace) -> None:
     """Forward, backward and update of one batch of every run, those of an experiment in turn; best of `--rounds`."""
     torch.set_num_threads(args.threads)
@@ -299,7 +322,7 @@ def stepper(job: Job, args: argparse.Namespace) -> Any:
     return step
 
 
-COMMANDS = {"list": show, "try": attempt, "run": run, "time": measure, "pages": pages}
+COMMANDS = {"list": show, "try": attempt, "run": run, "time": measure, "pages": pages, "keep": keep}
 
 
 def main() -> None:
