@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...features.precision import compute_dtype
-from ..checkpointing import Carry, scan_chunks
+from ..checkpointing import Carry, scan_chunks, tracing
 from ..operator import Backend, Call
 from .definition import (
     Choices,
@@ -32,6 +32,10 @@ from .definition import (
 __all__ = ["Chunked", "cluster", "inspect"]
 
 ROWS = 64
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _members(spec: Spec, choices: Choices) -> tuple[Tensor, Tensor]:
@@ -156,21 +160,25 @@ class Chunked(Backend[Spec]):
             empty = hidden.all(-1, keepdim=True)
             weights = torch.softmax(joined.masked_fill(empty, 0.0), -1).masked_fill(hidden, 0.0)
             parts = weights.split([x.shape[-1] for x in logits], -1)
-            out = weighted(parts[0], near_values.repeat_interleave(groups, 1))
+            out = product(parts[0], near_values.repeat_interleave(groups, 1))
             if chunks:
-                out = out + weighted(parts[1], stats.mean_value.repeat_interleave(groups, 1))
+                out = out + product(parts[1], stats.mean_value.repeat_interleave(groups, 1))
                 if owner is None:
                     grouped = parts[2].unflatten(1, (-1, groups)).unsqueeze(-2)
-                    out = out + weighted(grouped, take(values, rows)).squeeze(-2).flatten(1, 2)
+                    out = out + product(grouped, take(values, rows)).squeeze(-2).flatten(1, 2)
                 else:
-                    out = out + weighted(parts[2], values[:, :, : owner.shape[-1]].repeat_interleave(groups, 1))
+                    out = out + product(parts[2], values[:, :, : owner.shape[-1]].repeat_interleave(groups, 1))
             return carry, out
 
         if q.shape[2] == 0 or k.shape[2] == 0:
             return q.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
         seen = sight(spec, mask, q.shape[2])
         inputs = [q, *(x[:, None, :, None] for x in seen), *given]
-        carry = (ranked, ranked_values, *statistics(spec, ranked, ranked_values, choices))
+        stats = statistics(spec, ranked, ranked_values, choices)
+        carry = (ranked, ranked_values, *stats)
+        # Looked at once, not for the values that every block gathers.
+        finite = not tracing(v) and v.device.type == "cpu" and _all_finite(ranked_values, stats.mean_value)
+        product = torch.matmul if finite else weighted
         _, out = scan_chunks(step, carry, inputs, [], call.chunk_size or ROWS)
         assert out is not None
         return out
