@@ -10,8 +10,8 @@
 Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
 after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
 meanwhile; that is why time axes are steps times the seconds that `time` measured apart. `--only` and `--rows` pick
-experiments and rows by name, `--hours` ends the queue after so long. Data lie below `--data`
-(benchmarks/tasks_data.py gets them).
+experiments and rows by name, `--seeds 1` takes the first seed of each, `--hours` ends the queue after so long. Data lie
+below `--data` (benchmarks/tasks_data.py gets them).
 
 Below `--out` (default results/experiments) every experiment has a folder with its runs, `results.json` (commands,
 seeds, curves, dates, machine) and a page, `index.html`.
@@ -113,7 +113,7 @@ def chosen(args: argparse.Namespace) -> list[Experiment]:
 def queue(args: argparse.Namespace) -> list[Job]:
     """All runs in their order: the first seed of every experiment before the second of any, slow rows later."""
     jobs = (job for one in chosen(args) for job in one.jobs() if not args.rows or job.label in args.rows)
-    return sorted(jobs, key=lambda job: job.turn)
+    return sorted((job for job in jobs if job.seed < args.seeds), key=lambda job: job.turn)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -314,7 +314,9 @@ def stepper(job: Job, args: argparse.Namespace) -> Any:
 
     def step() -> None:
         for part in parts:
-            (model(part)["loss"] / part["weight"].sum()).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=settings.precision == "bf16"):
+                loss = model(part)["loss"] / part["weight"].sum()
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -332,6 +334,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/experiments"))
     parser.add_argument("--only", nargs="+", help="experiments by name")
     parser.add_argument("--rows", nargs="+", help="rows of them by label")
+    parser.add_argument("--seeds", type=int, default=99, help="the first so many seeds of each")
     parser.add_argument("--steps", type=int, default=3, help="of try")
     parser.add_argument("--rounds", type=int, default=5, help="of time")
     parser.add_argument(

@@ -8,6 +8,9 @@ from typing import Any
 
 from subquad.train import Run
 
+# Weights stay float32; on a CPU with bfloat16 products a step takes 0.6 to 0.75 of the time, if the model is not tiny.
+PRECISION = {"precision": "bf16"}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -114,7 +117,7 @@ class Experiment:
                 choice=row.mechanism,
                 task_options={**self.options, **row.options},
                 model={**self.model, **row.model},
-                settings={**self.settings, **row.settings},
+                settings={**PRECISION, **self.settings, **row.settings},
                 seed=seed,
                 hours=self.hours,
                 data=self.data,

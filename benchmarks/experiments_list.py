@@ -105,7 +105,7 @@ EXPERIMENTS = (
         data="enwik8",
         options={"length": 512},
         rows={
-            "softmax": Row("softmax", settings={"steps": 6000, "valid_every": 500}, seeds=1),
+            "softmax": Row("softmax", settings={"steps": 4000, "valid_every": 500}, seeds=1),
             **{
                 f"performer-{features}": Row(performer(features), start="pretrained/softmax")
                 for features in (256, 64, 1024)
@@ -136,7 +136,7 @@ EXPERIMENTS = (
             "multipole": Row(multipole(16, 4, 8)),
         },
         model={},
-        settings={"steps": 3000, "valid_every": 250},
+        settings={"steps": 3000, "valid_every": 250, "precision": "no"},
         seeds=3,
     ),
     Experiment(
@@ -202,7 +202,7 @@ EXPERIMENTS = (
             "lion": Row("linear", settings={"optimizer": "lion", "lr": 3e-4}),
         },
         model={},
-        settings={"steps": 12000, "lr": 1e-3, "valid_every": 500},
+        settings={"steps": 12000, "lr": 1e-3, "valid_every": 500, "precision": "no"},
         seeds=3,
     ),
     Experiment(
