@@ -25,12 +25,13 @@ CASES = [
     ("improved-clustered", {"seed": 0}),
     ("improved-clustered", {"seed": 0, "clusters": 25, "topk": 32, "clustering": "hamming", "iterations": 10}),
     ("clustered", {"seed": 0, "clusters": 25, "clustering": "hamming", "iterations": 10}),
+    ("lsh", {"seed": 0, "buckets": 64, "bucket_size": 64}),
     ("sparse", {"stride": 128}),
     ("sparse", {"pattern": "fixed", "stride": 128, "summary": 8}),
 ]
 # Every mechanism has a forward and a backward; these have no causal form, or no step.
 FULL_ONLY = ("clustered", "improved-clustered")
-WITHOUT_STEP = (*FULL_ONLY, "sparse")
+WITHOUT_STEP = (*FULL_ONLY, "lsh", "sparse")
 
 
 def worker(source: str) -> None:

@@ -14,6 +14,7 @@
 
 #include "call.h"
 #include "clustered/call.h"
+#include "lsh/call.h"
 #include "multipole/call.h"
 #include "sparse/call.h"
 
@@ -23,6 +24,7 @@ struct Set {
   const SqMultipoleKernels* multipole;
   const SqClusteredKernels* clustered;
   const SqSparseKernels* sparse;
+  const SqLshKernels* lsh;
 };
 #define SQ_SET(name)                                                                                    \
   namespace name {                                                                                      \
@@ -30,7 +32,8 @@ struct Set {
   extern const SqMultipoleKernels multipole_kernels;                                                    \
   extern const SqClusteredKernels clustered_kernels;                                                    \
   extern const SqSparseKernels sparse_kernels;                                                          \
-  const Set set = {&kernels, &multipole_kernels, &clustered_kernels, &sparse_kernels};                  \
+  extern const SqLshKernels lsh_kernels;                                                                \
+  const Set set = {&kernels, &multipole_kernels, &clustered_kernels, &sparse_kernels, &lsh_kernels};    \
   }
 
 SQ_SET(sq_baseline)
@@ -120,11 +123,12 @@ bool wants_pairs(const SqCall& p) {
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
 // The version of the structures in every call.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 7; }
+SQ_API int64_t subquad_abi() { return 8; }
 SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
 SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }
 SQ_API int64_t subquad_clustered_size() { return sizeof(SqClustered); }
 SQ_API int64_t subquad_sparse_size() { return sizeof(SqSparse); }
+SQ_API int64_t subquad_lsh_size() { return sizeof(SqLsh); }
 SQ_API int64_t subquad_segment() { return SQ_SEGMENT; }
 // The instruction set in use, or "" and then `subquad_error` says why there is none.
 SQ_API const char* subquad_isa() { return chosen().name; }
@@ -152,3 +156,5 @@ SQ_API int subquad_clustered_forward(const SqClustered* p) { return chosen().set
 SQ_API int subquad_clustered_backward(const SqClustered* p) { return chosen().set->clustered->backward(p); }
 SQ_API int subquad_sparse_forward(const SqSparse* p) { return chosen().set->sparse->forward(p); }
 SQ_API int subquad_sparse_backward(const SqSparse* p) { return chosen().set->sparse->backward(p); }
+SQ_API int subquad_lsh_forward(const SqLsh* p) { return chosen().set->lsh->forward(p); }
+SQ_API int subquad_lsh_backward(const SqLsh* p) { return chosen().set->lsh->backward(p); }

@@ -16,4 +16,4 @@ cd "$root"
 # torch.compile and child processes are left out: they start compilers and interpreters that must not be preloaded.
 SUBQUAD_NATIVE_LIBRARY=$build/libsubquad_native.so SUBQUAD_REQUIRE_NATIVE=1 LD_PRELOAD=$preload \
 ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-  "$python" -m pytest tests/kernels -k "native and not compiles and not instruction and not openmp and not fork" "$@"
+  "$python" -m pytest tests/kernels tests/mechanisms/test_lsh.py -k "native and not compiles and not instruction and not openmp and not fork" "$@"

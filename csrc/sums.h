@@ -36,7 +36,9 @@ static bool make_sums(Summing& s, const Call& p, const Ranks* real, long most) {
   if (s.parts > most) s.parts = most;
   s.floats = padded(length * (s.ldk + s.lde), 16);
   s.memory = nullptr;
-  if (s.parts == 1 && !p.key_mask.data && whole_rows(p.dk, p.dim) && whole_rows(p.dv, p.width)) return true;
+  bool all = true;
+  for (long b = 0; b < p.batch; b++) all = all && !real[b].token_of;
+  if (s.parts == 1 && all && whole_rows(p.dk, p.dim) && whole_rows(p.dv, p.width)) return true;
   s.memory = sq_allocate(s.heads * s.parts * s.floats);
   return s.memory != nullptr;
 }

@@ -5,46 +5,18 @@
 
 namespace SQ_NS::sparse {
 
-// The keys of a list added to the sums of a tile of queries.
-static void attend(Tile& t, Way way, const List& keys) {
-  for_keys(t, way, keys, [&](long, long n) {
-    float factor[ROWS];
-    const long vectors = padded(n, VL) / VL;
-    for (long r = 0; r < t.rows; r++) {
-      float *row = t.scores + r * t.lds, &peak = t.peak[r], &mass = t.mass[r];
-      vf highest = splat(peak);
-      for (long j = 0; j < vectors; j++) highest = vmax(load(row + j * VL), highest);
-      const float now = hmax(highest), shift = now == -INFINITY ? 0.0f : now;
-      factor[r] = mass == 0.0f ? 0.0f : exp1(peak - shift);
-      mass = mass * factor[r] + exponentiate(row, vectors, shift);
-      peak = now;
-    }
-    if (finite_rows(t.values, n * t.lde)) return times_rows(t.rows, n, t.scores, t.lds, t.values, t.lde, t.sum, FROM_SCALED, factor);
-    for (long r = 0; r < t.rows; r++) {  // a hidden value that is not finite must not meet a weight of 0
-      for (long e = 0; e < t.lde; e++) t.sum[r * t.lde + e] *= factor[r];
-      for (long j = 0; j < n; j++)
-        for (long e = 0; t.scores[r * t.lds + j] != 0.0f && e < t.lde; e++)
-          t.sum[r * t.lde + e] += t.scores[r * t.lds + j] * t.values[j * t.lde + e];
-    }
-  });
-}
-
-static void start(Tile& t) {
-  for (long r = 0; r < t.rows; r++) t.peak[r] = -INFINITY, t.mass[r] = 0.0f;
-  memset(t.sum, 0, sizeof(float) * t.rows * t.lde);
-}
-
-static bool take_tile(Context& x, long b, long h, Tile* t) {
-  long floats;
-  cut_tile(*x.call, nullptr, &floats);
-  float* memory = sq_scratch(floats);
-  if (!memory) {
+static bool take_tile(Context& x, long b, long h, bool backward, Tile* t) {
+  if (!take_tile(*t, x.call->dim, x.call->width, backward)) {
     x.failed = true;
     return false;
   }
-  *t = cut_tile(*x.call, memory, &floats);
-  t->b = b, t->h = h, t->real = &x.real[b];
+  t->call = x.call, t->b = b, t->h = h, t->real = &x.real[b];
   return true;
+}
+
+// The keys of a list added to the sums of a tile of queries.
+static void attend(Tile& t, Way way, const List& keys) {
+  for_keys(t, way, keys, [&](long, long n) { add_keys(t, n); });
 }
 
 SQ_INLINE float* far_row(const Context& x, const Tile& t, long rank) {
@@ -56,12 +28,12 @@ static void column_task(void* context, int64_t task, int64_t) {
   const SqSparse& p = *x.call;
   const long head = task / p.stride;
   Tile t;
-  if (!take_tile(x, head / p.heads_q, head % p.heads_q, &t)) return;
+  if (!take_tile(x, head / p.heads_q, head % p.heads_q, false, &t)) return;
   if (!has_columns(p, t.real->count)) return;
   const List whole = column(p, task % p.stride, t.real->count);
   for (long at = 0; at < whole.count; at += ROWS) {
     load_queries(t, part_of(whole, at));
-    start(t);
+    start_sums(t);
     attend(t, COLUMN, whole);
     for (long r = 0; r < t.rows; r++) {
       float* to = far_row(x, t, t.queries.rank(r));
@@ -76,11 +48,11 @@ static void tile_task(void* context, int64_t task, int64_t) {
   const SqSparse& p = *x.call;
   const long head = task / x.tiles, from = task % x.tiles * ROWS;
   Tile t;
-  if (!take_tile(x, head / p.heads_q, head % p.heads_q, &t)) return;
+  if (!take_tile(x, head / p.heads_q, head % p.heads_q, false, &t)) return;
   const long n = t.real->count;
   if (from >= n) return;
   load_queries(t, part_of(tokens(0, n), from));
-  start(t);
+  start_sums(t);
   if (has_columns(p, n))
     for (long r = 0; r < t.rows; r++) {
       const float* far = far_row(x, t, from + r);
@@ -90,10 +62,8 @@ static void tile_task(void* context, int64_t task, int64_t) {
   for_near_lists(p, n, [&](Way way, const List& keys) { attend(t, way, keys); });
   for (long r = 0; r < t.rows; r++) {
     const long token = t.real->token(from + r);
-    float* row = t.sum + r * t.lde;
-    const vf part = splat(1.0f / t.mass[r]);
-    for (long e = 0; e < t.lde; e += VL) store(row + e, load(row + e) * part);
-    put(p.out, t.b, t.h, token, 1, p.width, row, t.lde);
+    normalise_row(t, r);
+    put(p.out, t.b, t.h, token, 1, p.width, t.sum + r * t.lde, t.lde);
     p.log_norm[(t.b * p.heads_q + t.h) * p.length_q + token] = t.peak[r] + logf(t.mass[r]);
   }
 }

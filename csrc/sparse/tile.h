@@ -7,15 +7,13 @@
 //             shown    the last tokens of every block      all but those of its own block
 #pragma once
 
-#include <math.h>
-
-#include "../keys.h"
 #include "../ranks.h"
+#include "../softmax_tile.h"
 #include "call.h"
 
 namespace SQ_NS::sparse {
 
-constexpr long ROWS = 64, COLUMNS = 256;
+constexpr long ROWS = SoftmaxTile::ROWS, COLUMNS = SoftmaxTile::COLUMNS;
 
 // Rank i of a list: first + (i / run) step + i mod run.
 struct List {
@@ -47,38 +45,12 @@ static Sight sight_of(const SqSparse& p, Way way, const List& queries, long row,
   }
 }
 
-// Scratch of one worker; rows are queries of one head, columns keys.
-struct Tile {
+struct Tile : SoftmaxTile {
   const SqSparse* call;
   const Ranks* real;
-  long b, h, ldk, lde, lds, rows;
+  long b, h;
   List queries;
-  float *q, *sum, *peak, *mass;        // [ROWS][ldk] times the scale, [ROWS][lde], [ROWS]
-  float *keys, *panels, *values;       // [COLUMNS][ldk], panels of D rows, [COLUMNS][lde]
-  float* scores;                       // [ROWS][lds]
 };
-
-static Tile cut_tile(const SqSparse& p, float* memory, long* floats) {
-  Tile t = {};
-  t.call = &p;
-  t.ldk = padded(p.dim, VL), t.lde = padded(p.width, VL), t.lds = COLUMNS + 16;
-  long used = 0;
-  auto take = [&](long n) {
-    float* at = memory ? memory + used : nullptr;
-    used += padded(n, 16);
-    return at;
-  };
-  t.q = take(ROWS * t.ldk);
-  t.sum = take(ROWS * t.lde);
-  t.peak = take(ROWS);
-  t.mass = take(ROWS);
-  t.keys = take(COLUMNS * t.ldk);
-  t.panels = take(COLUMNS * p.dim);
-  t.values = take(COLUMNS * t.lde);
-  t.scores = take(ROWS * t.lds);
-  *floats = used;
-  return t;
-}
 
 // Tokens of `list` from place `from` on as rows, the rest of a row 0.
 static void fetch_list(const SqTensor& x, const Tile& t, long h, const List& list, long from, long n, long dim, float* to,

@@ -118,7 +118,7 @@ CASES = [Case(name, index) for name, cls in EVERY.items() for index in range(len
 
 
 # Mechanisms whose operator has a native backend for every variant.
-WHOLE = ("multipole", "clustered", "improved-clustered", "sparse")
+WHOLE = ("multipole", "clustered", "improved-clustered", "sparse", "lsh")
 
 
 def _native(case: Case) -> bool:
@@ -176,7 +176,7 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         return choose(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
     monkeypatch.setattr(dispatch, "choose", chosen)
-    for module in (mechanisms.multipole, mechanisms.clustered, mechanisms.sparse):
+    for module in (mechanisms.multipole, mechanisms.clustered, mechanisms.sparse, mechanisms.lsh):
         monkeypatch.setattr(module, "choose", chosen)
     for operator in (kernels.multipole, kernels.clustered):
         _share_choices(operator, monkeypatch)

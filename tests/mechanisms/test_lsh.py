@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import subquad as sq
-from subquad.mechanisms import buckets as rules
+from subquad.kernels.blocks import slots
+from subquad.kernels.lsh import choices as rules
+from subquad.kernels.lsh.definition import choose_chunks
+from subquad.kernels.native import library
 
 D = 8
 
@@ -93,8 +96,8 @@ def dense_rounds(attn, q, k, is_causal):
     """Scores, and visibility per round, of the fast way's own choices: (X, L, S) and (R, X, L, S)."""
     unit = F.normalize(q, dim=-1) if attn.shared_qk else k
     x, y = q.flatten(0, 1), unit.flatten(0, 1)
-    choices = attn._choose(x, y, None, None, is_causal)
-    offset = choices.query_chunk.unsqueeze(-1) - choices.key_chunk.unsqueeze(-2)
+    chunks = choose_chunks(attn._spec(x.dtype, is_causal), x, y, None, None)
+    offset = chunks.query.unsqueeze(-1) - chunks.key.unsqueeze(-2)
     seen = ((offset == 0) | (offset == 1)).transpose(0, 1)
     seen = seen.tril(-1) if is_causal else seen & ~torch.eye(q.shape[2], dtype=torch.bool)
     return D**-0.5 * x @ y.mT, seen
@@ -270,12 +273,38 @@ def test_similar_tokens_share_buckets_as_often_as_the_angle_says():
 @pytest.mark.parametrize("groups", [1, 3, 7])
 def test_slots_hold_every_row_once_in_blocks_of_one_group(groups):
     group = torch.randint(0, groups, (4, 29), generator=torch.Generator().manual_seed(groups))
-    slot, row, block = rules.slots(group, groups, 4)
+    slot, row, block = slots(group, groups, 4)
     for x in range(4):
         used = row[x][row[x] < 29]
         assert sorted(used.tolist()) == list(range(29))
         assert torch.equal(row[x][slot[x]], torch.arange(29))
         assert torch.equal(block[x][slot[x] // 4], group[x])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"shared_qk": True}, {"chunking": "sorted"}], ids=["separate", "shared", "sorted"]
+)
+@pytest.mark.parametrize(("length", "heads", "size"), [(1500, 1, 20), (700, 4, 300)])
+def test_native_tiles_of_all_sizes(is_causal, options, length, heads, size):
+    # More queries than a task has, more of a chunk than a tile has rows, more keys than it has columns; one head for
+    # several threads, and several query heads for a key head.
+    if library.missing():
+        pytest.skip(library.missing())
+    attn = sq.create("lsh", D, heads, max(heads // 2, 1), rounds=3, buckets=6, bucket_size=size, seed=0, **options)
+    q, k, v = (x.float() for x in tokens(length, batch=2, heads=heads))
+    k, v = k[:, : attn.kv_heads], v[:, : attn.kv_heads]
+    real = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) > 0.1
+    found = {}
+    for backend in ("native", "chunked"):
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attn(*given, is_causal=is_causal, key_mask=real, backend=backend)
+        out.backward(torch.cos(out.detach() * 7))
+        found[backend] = [out.detach(), *(x.grad for x in given)]
+    for name, mine, theirs in zip(("out", "dq", "dk", "dv"), found["native"], found["chunked"], strict=True):
+        if theirs is None:  # keys that are not read
+            continue
+        assert (mine - theirs).abs().max() <= 2e-5 * theirs.abs().max().clamp(min=1), name
 
 
 def test_memory_of_the_backward_grows_with_the_length_only(saved_bytes):

@@ -16,7 +16,7 @@ import torch
 
 __all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Call", "Map", "StridedTensor", "load", "missing"]
 
-ABI = 7
+ABI = 8
 # Tokens per state that the causal forward stores for its backward.
 SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -16,41 +16,38 @@ arithmetic on indices; no gradient passes through it. X = sequences (batch x hea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.blocks import before, counts, inverse, ordered, slots
+from ..blocks import before, counts, ordered
+from ..checkpointing import tracing
 
-__all__ = ["HIDDEN", "Choices", "aligned", "hash_buckets", "ranked", "ranked_shared"]
+__all__ = ["HIDDEN", "Chunks", "aligned", "hash_buckets", "ranked", "ranked_shared"]
 
+# Products per piece of hashing: they stay in the caches.
+PIECE = 1 << 18
 # The chunk number of a masked key: no query is there or one after it.
 HIDDEN = -4
 
 
-@dataclass(frozen=True)
-class Choices:
-    """What was decided before any score is computed; the dense oracle reads the first two, the fast way all of them.
+class Chunks(NamedTuple):
+    """What is decided before any score is computed.
 
-    query_chunk  (X, R, L)   c_i
-    key_chunk    (X, R, S)   c_j, HIDDEN for masked keys
-    key_order    (X, R, S)   which key stands at each place of the order
-    query_slot   (X, R, L)   where query i is computed: queries in blocks of m, each against a few blocks of keys
-    slot_query   (X, R, n*m) which query that is; L where a slot is empty
-    block        (X, R, n)   the last block of the key order that a query block reads; None = that of its own number
-    back         how many blocks before that it reads
-    chunks       all chunk numbers are below it
+    query        (X, R, L)  c_i
+    key          (X, R, S)  c_j, HIDDEN for masked keys
+    query_place  (X, R, L)  where queries stand in an order of their own by (bucket, position); by rank: how many keys
+                            of the keys' order come before or with it
+    key_place    (X, R, S)  where keys stand in theirs
+    limit        all chunk numbers are below it
     """
 
-    query_chunk: Tensor
-    key_chunk: Tensor
-    key_order: Tensor
-    query_slot: Tensor
-    slot_query: Tensor
-    block: Tensor | None
-    back: int
-    chunks: int
+    query: Tensor
+    key: Tensor
+    query_place: Tensor
+    key_place: Tensor
+    limit: int
 
 
 def hash_buckets(x: Tensor, matrix: Tensor, rounds: int) -> Tensor:
@@ -59,12 +56,18 @@ def hash_buckets(x: Tensor, matrix: Tensor, rounds: int) -> Tensor:
     >>> hash_buckets(torch.tensor([[[1.0, 0.1], [-1.0, 0.1]]]), torch.eye(2), rounds=1)
     tensor([[[0, 2]]])
     """
-    y = (x.detach() @ matrix.mT).unflatten(-1, (rounds, -1))  # (X, L, R, buckets/2)
-    # The largest of [y, -y] has the largest |y|; this way nothing is concatenated.
+    rows = x.detach().flatten(0, 1)
+    pieces = (rows,) if tracing(x) else rows.split(max(1, PIECE // matrix.shape[0]))
+    bucket: Tensor = torch.cat([_largest((piece @ matrix.mT).unflatten(-1, (rounds, -1))) for piece in pieces])
+    bucket = bucket.unflatten(0, x.shape[:2]).mT.contiguous()
+    return bucket
+
+
+def _largest(y: Tensor) -> Tensor:
+    """argmax [y, -y] of the last dimension, without joining the two."""
     index = y.abs().argmax(-1)
     negative = y.gather(-1, index.unsqueeze(-1)).squeeze(-1) < 0
-    bucket: Tensor = (index + negative * y.shape[-1]).mT.contiguous()
-    return bucket
+    return index + negative * y.shape[-1]
 
 
 def _ending(bucket: Tensor, mask: Tensor | None, buckets: int) -> Tensor:
@@ -76,12 +79,6 @@ def _hide(chunk: Tensor, mask: Tensor | None) -> Tensor:
     return chunk if mask is None else chunk.masked_fill(~mask.unsqueeze(-2), HIDDEN)
 
 
-def _padded(order: Tensor, size: int) -> Tensor:
-    """Fill the last block up to a multiple of `size` with the index one past the end, an empty slot."""
-    length = order.shape[-1]
-    return torch.nn.functional.pad(order, (0, -length % size), value=length)
-
-
 def aligned(
     key_bucket: Tensor,
     query_bucket: Tensor | None,
@@ -89,7 +86,7 @@ def aligned(
     query_mask: Tensor | None,
     buckets: int,
     size: int,
-) -> Choices:
+) -> Chunks:
     """Chunks of the whole order (`sorted`); `query_bucket=None` where queries and keys are the same tokens.
 
     Other queries are ordered the same way and cut into blocks of m. A query is worth a place among the keys: the start
@@ -97,10 +94,10 @@ def aligned(
     query's place, and the one before.
     """
     bucket = _ending(key_bucket, key_mask, buckets)
-    order, place = ordered(bucket)
+    _, place = ordered(bucket)
     key_chunk = _hide(place // size, key_mask)
     if query_bucket is None:
-        return Choices(place // size, key_chunk, order, place, _padded(order, size), None, 1, order.shape[-1])
+        return Chunks(place // size, key_chunk, place, place, place.shape[-1] + 1)
     asked = _ending(query_bucket, query_mask, buckets)
     query_order, slot = ordered(asked)
     keys, queries = counts(bucket, buckets + 1), counts(asked, buckets + 1)
@@ -109,7 +106,7 @@ def aligned(
     first = query_order[..., ::size]
     block = (worth.gather(-1, first) + size // 2) // size
     chunk = block.gather(-1, slot // size)
-    return Choices(chunk, key_chunk, order, slot, _padded(query_order, size), block, 1, order.shape[-1] + 2)
+    return Chunks(chunk, key_chunk, slot, place, place.shape[-1] + 2)
 
 
 def _rank_chunks(keys: Tensor, size: int) -> Tensor:
@@ -122,24 +119,20 @@ def _limit(bucket: Tensor, buckets: int) -> int:
     return bucket.shape[-1] + 2 * (buckets + 1)
 
 
-def ranked_shared(bucket: Tensor, mask: Tensor | None, buckets: int, size: int) -> Choices:
-    """Chunks by rank inside a bucket, queries and keys being the same tokens.
-
-    The two chunks seen lie within 2m places before the own place, so a block of m places reads two blocks before it.
-    """
+def ranked_shared(bucket: Tensor, mask: Tensor | None, buckets: int, size: int) -> Chunks:
+    """Chunks by rank inside a bucket, queries and keys being the same tokens."""
     bucket = _ending(bucket, mask, buckets)
-    order, place = ordered(bucket)
+    _, place = ordered(bucket)
     keys = counts(bucket, buckets + 1)
     rank = place - before(keys).gather(-1, bucket)
     chunk = _rank_chunks(keys, size).gather(-1, bucket) + rank // size
-    return Choices(chunk, _hide(chunk, mask), order, place, _padded(order, size), None, 2, _limit(bucket, buckets))
+    return Chunks(chunk, _hide(chunk, mask), place, place, _limit(bucket, buckets))
 
 
-def ranked(key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, buckets: int, size: int) -> Choices:
+def ranked(key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, buckets: int, size: int) -> Chunks:
     """Chunks by rank inside a bucket, for separate queries and keys of one length.
 
-    Query i has the rank of the last key of its bucket at or before position i. How many queries fall between two keys
-    is not bounded, so blocks are padded (`slots`).
+    Query i has the rank of the last key of its bucket at or before position i.
     """
     length = key_bucket.shape[-1]
     bucket = _ending(key_bucket, key_mask, buckets)
@@ -156,7 +149,4 @@ def ranked(key_bucket: Tensor, query_bucket: Tensor, key_mask: Tensor | None, bu
     key_chunk = chunks.gather(-1, bucket) + (place - starts.gather(-1, bucket)) // size
     rank = (worth - starts.gather(-1, query_bucket) - 1).clamp(min=0)
     query_chunk = chunks.gather(-1, query_bucket) + rank // size
-    blocks = -(-length // size)
-    slot, slot_query, block = slots((worth - 1).clamp(min=0) // size, blocks, size)
-    limit = _limit(bucket, buckets)
-    return Choices(query_chunk, _hide(key_chunk, key_mask), inverse(place), slot, slot_query, block, 2, limit)
+    return Chunks(query_chunk, _hide(key_chunk, key_mask), worth, place, _limit(bucket, buckets))
