@@ -102,7 +102,7 @@ class _Balance(Float32Buffers):
         groups = x.shape[1] // matrix.shape[0]
         matrix = matrix.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(groups, 0)
         with full_precision(x):
-            return (x.to(matrix.dtype) @ matrix.mT).to(x.dtype)
+            return (x.to(matrix.dtype).contiguous() @ matrix.mT).to(x.dtype)
 
 
 def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[list[int], dict[str, Any]]]:
@@ -123,6 +123,22 @@ def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[lis
     if flat != list(range(kv_heads)):
         raise ValueError(f"groups must name each of the {kv_heads} KV heads exactly once, got {flat}")
     return parsed
+
+
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """(first, count) of the runs of consecutive numbers.
+
+    >>> _runs([4, 5, 6, 2, 0, 1])
+    [(4, 3), (2, 1), (0, 2)]
+    """
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        start, count = runs[-1] if runs else (number, 0)
+        if start + count == number:
+            runs[-1:] = [(start, count + 1)]
+        else:
+            runs.append((number, 1))
+    return runs
 
 
 @final
@@ -188,11 +204,14 @@ class HeadGroups(Mechanism):
             self.members.append(made)
             self._heads.append(numbers)
         for i, numbers in enumerate(self._heads):
-            for name, picked in (("kv", numbers), ("q", [h * per + g for h in numbers for g in range(per)])):
-                self.register_buffer(f"{name}_{i}", torch.tensor(picked, dtype=torch.int64), persistent=False)
-        order = torch.cat([self.get_buffer(f"q_{i}") for i in range(len(self._heads))])
-        self.register_buffer("restore", order.argsort(), persistent=False)
-        self.in_order = bool((order == torch.arange(len(order))).all())
+            self.register_buffer(f"kv_{i}", torch.tensor(numbers, dtype=torch.int64), persistent=False)
+        self._runs = [_runs(numbers) for numbers in self._heads]
+        # What the output is put together from, head by head: (first head, group, place in its output, how many).
+        self._pieces = sorted(
+            (start * per, i, sum(n for _, n in runs[:j]) * per, count * per)
+            for i, runs in enumerate(self._runs)
+            for j, (start, count) in enumerate(runs)
+        )
         self.balancing = _Balance(count, head_dim) if balance else None
         parts = list(self.parts())
         self.signed = any(part.signed for part in parts)
@@ -208,8 +227,6 @@ class HeadGroups(Mechanism):
             ("causal_refusal", next((part.causal_refusal for part in parts if not part.causal), "")),
         ):
             object.__setattr__(self, fact, value)
-
-    restore: Tensor
 
     def parts(self) -> Iterable[Mechanism]:
         """The mechanisms, in the order of the groups."""
@@ -285,21 +302,27 @@ class HeadGroups(Mechanism):
 
     def _split(self, i: int, q: Tensor | None, *keys: Tensor) -> list[Any]:
         """q and the tensors of keys (k, or k and v) of group i, in its coordinates."""
-        rows, columns = self.get_buffer(f"q_{i}"), self.get_buffer(f"kv_{i}")
-        picked: list[Any] = [q, *keys]
-        if len(self._heads) > 1 or not self.in_order:
-            picked = [None if q is None else q.index_select(1, rows), *(x.index_select(1, columns) for x in keys)]
+        picked: list[Any] = [None if x is None else self._pick(i, x) for x in (q, *keys)]
         if self.balancing is not None and _has_coordinates(self.members[i]):
             self._check_ready()
+            heads = self.get_buffer(f"kv_{i}")
             if q is not None:
-                picked[0] = self.balancing(picked[0], self.balancing.query_map[columns])
+                picked[0] = self.balancing(picked[0], self.balancing.query_map[heads])
             if keys:
-                picked[1] = self.balancing(picked[1], self.balancing.key_map[columns])
+                picked[1] = self.balancing(picked[1], self.balancing.key_map[heads])
         return picked
 
+    def _pick(self, i: int, x: Tensor) -> Tensor:
+        """The heads of group i: runs of them are views, which a few copies join faster than an index picks heads."""
+        assert self.kv_heads is not None
+        per = x.shape[1] // self.kv_heads
+        found = [x.narrow(1, start * per, count * per) for start, count in self._runs[i]]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
     def _joined(self, outs: list[Tensor]) -> Tensor:
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-        return out if self.in_order else out.index_select(1, self.restore)
+        if len(self._pieces) == 1:
+            return outs[0]
+        return torch.cat([outs[i].narrow(1, start, count) for _, i, start, count in self._pieces], 1)
 
     @property
     def absorbs(self) -> bool:
