@@ -107,6 +107,8 @@ def test_labelled_tokens_alone_count() -> None:
     nobody = {**batch, "labels": torch.full_like(labels, -100)}
     ((_, _, counted),) = outputs(model, [nobody])
     assert counted is None or torch.equal(counted, batch["attention_mask"].bool())
+    ((_, _, counted),) = outputs(make("gpt2"), [{**batch, "labels": labels}])  # row i predicts token i + 1
+    assert counted is not None and counted[:, 1:3].all() and counted.sum() == (labels != -100).sum()
 
 
 def test_answers_to_questions_are_logits(known_times: None) -> None:

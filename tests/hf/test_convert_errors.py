@@ -30,7 +30,7 @@ def model() -> Iterator[Any]:
 def test_a_model_without_attention() -> None:
     with pytest.raises(ValueError, match=r"Sequential has no attention layer that is known"):
         convert(nn.Sequential(nn.Linear(4, 4)), "linear")
-    with pytest.raises(TypeError, match="model must be a torch module, got str"):
+    with pytest.raises(TypeError, match=r"model must be a torch module, got str: load it first.*from_pretrained"):
         convert("bert-base-uncased", "linear")  # type: ignore[type-var]
 
 
@@ -75,6 +75,11 @@ def test_calibration(model: Any) -> None:
         convert(model, "performer", features="sderf", calibration=batch("bert"))
     with pytest.raises(TypeError, match=r"calibration\[0\] must be a dict of tensors as the model takes them"):
         convert(model, "performer", features="sderf", calibration=["some text"])
+    long = {"input_ids": torch.ones(1, model.config.max_position_embeddings + 1, dtype=torch.long)}
+    with pytest.raises(
+        ValueError, match=r"calibration\[0\] has \d+ tokens, and the model has learned \d+ positions: cut"
+    ):
+        convert(model, "performer", features="sderf", calibration=[long])
     padding = {**batch("bert"), "attention_mask": torch.zeros(3, 12, dtype=torch.long)}
     with pytest.raises(ValueError, match=r"never reach attention layer 0 .*or hold padding only"):
         convert(model, "performer", features="sderf", calibration=[padding])

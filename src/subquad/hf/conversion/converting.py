@@ -24,6 +24,7 @@ from .choice import Assignment, assign, needs_calibration, seen_as, without
 from .interface import mechanism_of
 from .layers import AttentionLayer, known_layers
 from .placement import device_of
+from .positions import learned_positions
 from .report import ConversionReport, Errors, LayerReport, total_tokens
 from .trials import Trial, make_trials
 
@@ -50,8 +51,16 @@ def _batches(calibration: Iterable[Any] | None, model: Any) -> list[Any]:
         raise ValueError(
             "calibration is empty: at least one batch is needed, a dict of tensors as the model takes them"
         )
+    limit = learned_positions(model)
     for number, batch in enumerate(batches):
         _check_batch(number, batch)
+        tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if limit is not None and isinstance(tokens, torch.Tensor) and tokens.shape[1] > limit:
+            raise ValueError(
+                f"calibration[{number}] has {tokens.shape[1]} tokens, and the model has learned {limit} positions: cut "
+                f"the texts, tokenizer(..., truncation=True, max_length={limit}), or pass a SentenceTransformer with "
+                "positions='interpolate'"
+            )
     return batches
 
 
@@ -184,7 +193,8 @@ def convert(
     >>> model = sq.hf.revert(model)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch module, got {type(model).__name__}")
+        how = ": load it first, transformers.AutoModel.from_pretrained(...)" if isinstance(model, str) else ""
+        raise TypeError(f"model must be a torch module, got {type(model).__name__}{how}")
     _check_positions(model, positions, length)
     given = (mechanism, layers, calibration, error, check, length, options)
     if positions is None:

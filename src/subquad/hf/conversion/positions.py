@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InterpolatedEmbedding", "interpolate_positions", "take_learned_positions"]
+__all__ = ["InterpolatedEmbedding", "interpolate_positions", "learned_positions", "take_learned_positions"]
+
+# What models call their tables of learned positions.
+_TABLES = ("position_embeddings", "wpe", "embed_positions")
 
 
 class InterpolatedEmbedding(nn.Embedding):
@@ -50,6 +53,14 @@ class InterpolatedEmbedding(nn.Embedding):
         last = self.num_embeddings - 1
         shrink = torch.where(count > self.num_embeddings, last / (count - 1).clamp(min=1), torch.ones_like(count))
         return (order * shrink).clamp(max=last).to(torch.float32)
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """How many tokens the longest table of learned positions serves; None: no table, or one that is interpolated."""
+    tables = [m for name, m in model.named_modules() if name.split(".")[-1] in _TABLES and isinstance(m, nn.Embedding)]
+    if not tables or any(isinstance(table, InterpolatedEmbedding) for table in tables):
+        return None
+    return max(m.num_embeddings - (0 if m.padding_idx is None else m.padding_idx + 1) for m in tables)
 
 
 def interpolate_positions(model: nn.Module, length: int) -> InterpolatedEmbedding:

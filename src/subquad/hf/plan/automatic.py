@@ -60,8 +60,8 @@ class Chosen:
     """What was chosen: a mechanism per layer number (None: exact), and what is known of it.
 
     error:             of the model's output on held-out batches; without_far: the same with windows alone
-    times:             [{"length", "exact_seconds", "seconds"}], attention measured here and the rest of the model
-    beside it cache_bytes:       of one sequence of `length` tokens in a decoder, exact and converted; None for encoders
+    times:             [{"length", "exact_seconds", "seconds"}], attention and the rest of the model measured here
+    cache_bytes:       of one sequence of `length` tokens in a decoder, exact and converted; None for encoders
     """
 
     mechanisms: dict[int, Mechanism | None] = field(repr=False)
@@ -98,6 +98,8 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
     """(kind, tensor, mask) of each batch: logits where the model has them, else its last hidden state. The mask has the
     tokens that count: real ones, and of logits those with a label where the batch has labels."""
     found: list[tuple[str, Tensor, Tensor | None]] = []
+    generates: Any = getattr(model, "can_generate", None)
+    predicts = generates is not None and generates() and not model.config.is_encoder_decoder  # type: ignore[union-attr]
     with evaluating(model):
         for batch in batches:
             out = run(model, batch)
@@ -117,15 +119,15 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
                     x = torch.stack([x, out["end_logits"]], 1)
             elif not isinstance(out, Tensor):
                 x = out[0]
-            found.append((kind, x.float(), _counted(batch, kind, x)))
+            found.append((kind, x.float(), _counted(batch, kind, x, predicts)))
     return found
 
 
-def _counted(batch: Any, kind: str, x: Tensor) -> Tensor | None:
+def _counted(batch: Any, kind: str, x: Tensor, next_token: bool = False) -> Tensor | None:
     """Which rows of x (B, L, ...) are judged, (B, L); None: all.
 
     Of a masked language model those are the hidden tokens, which the labels tell: the others it repeats, and seven of
-    them beside each hidden one would make any error look small.
+    them beside each hidden one would make any error look small. next_token: row i predicts label i + 1.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -134,7 +136,8 @@ def _counted(batch: Any, kind: str, x: Tensor) -> Tensor | None:
         for one in (batch.get("attention_mask"), batch.get("labels"))
     )
     if labels is not None and kind == "logits" and bool((labels != UNLABELLED).any()):
-        return labels != UNLABELLED
+        asked = labels != UNLABELLED
+        return torch.nn.functional.pad(asked[:, 1:], (0, 1)) if next_token else asked
     return None if real is None else real.bool()
 
 
