@@ -68,7 +68,7 @@ def sentences(study: Study, arguments: argparse.Namespace) -> None:
         centred = {**SDERF, "num_features": 256, "seed": seed}
         study.row(f"centred SDERF M=256, seed {seed}", spearman=converted(model, centred, calibration, measure))
         plan = plan_layers(
-            model, calibration, target_error=1e-6, keep_exact=False, length=512, lengths=(512,), seed=seed,
+            model, calibration, target_error=1e-12, keep_exact=False, length=512, lengths=(512,), seed=seed,
             candidates=[{**SDERF, "num_features": 256}, DEGREE1], draws=arguments.draws,
         )  # fmt: skip
         study.row(

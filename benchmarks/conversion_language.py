@@ -29,7 +29,7 @@ CLUSTERS = 25  # the number of the clustered-attention paper
 def best_plan(model: nn.Module, calibration: list[Any], candidates: list[dict[str, Any]], draws: int = 1) -> LayerPlan:
     """The least error that the candidates allow, whatever the time."""
     plan = plan_layers(
-        model, calibration, target_error=1e-6, keep_exact=False, length=512, lengths=(512,), candidates=candidates,
+        model, calibration, target_error=1e-12, keep_exact=False, length=512, lengths=(512,), candidates=candidates,
         draws=draws,
     )  # fmt: skip
     print(plan, flush=True)

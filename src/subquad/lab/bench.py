@@ -1,6 +1,6 @@
 """Every mechanism beside softmax attention: how long it takes and how far its output is.
 
-The error is `||out - softmax|| / ||softmax||` over sampled query rows, the softmax computed in float64. The inputs
+The error is `||out - softmax||^2 / ||softmax||^2` over sampled query rows, the softmax computed in float64. The inputs
 are Gaussian with a stated standard deviation, because the error of a random-feature method is a property of the input:
 a table with one anonymous input says nothing. The row *uniform* replaces attention by the mean of the values; a
 mechanism whose error is not below it has learnt nothing from q and k on that input.
@@ -38,7 +38,7 @@ class Cell:
 
     `status` is `measured`, `refused` (the mechanism says that it cannot do this; `reason` repeats it),
     `skipped` (this length would not fit into memory) or `failed` (an error that is a bug). `errors` maps the
-    standard deviation of q and k to the relative error. `memory` is what `peak_memory` says, if asked for.
+    standard deviation of q and k to the relative squared error. `memory` is what `peak_memory` says, if asked for.
     """
 
     mechanism: str
@@ -59,7 +59,7 @@ class Cell:
             "status": self.status,
             "reason": self.reason,
             **(self.timing.as_dict() if self.timing else {}),
-            "errors": [{"input_std": std, "relative_error": error} for std, error in self.errors.items()],
+            "errors": [{"input_std": std, "relative_squared_error": error} for std, error in self.errors.items()],
             **({"memory": dict(self.memory)} if self.memory else {}),
         }
 
@@ -70,7 +70,7 @@ class Cell:
         return cls(
             *(data["mechanism"], data["length"], data["causal"], data["status"], data["reason"]),
             timing=Timing(tuple(run / 1e3 for run in runs)) if runs else None,
-            errors={item["input_std"]: item["relative_error"] for item in data["errors"]},
+            errors={item["input_std"]: item["relative_squared_error"] for item in data["errors"]},
             memory=data.get("memory", {}),
         )
 
@@ -190,7 +190,7 @@ class _Study:
                 estimate = name not in self.peers or self.peers[name].estimates_softmax
                 for std, reference in references.items() if estimate else ():
                     out = self.prepare(name, std * q, std * k, v, is_causal)()[:, :, rows].double()
-                    errors[name][std] = float((out - reference).norm() / reference.norm())
+                    errors[name][std] = float((out - reference).square().sum() / reference.square().sum())
                 call = self.timed(name, q_timed, k_timed, v, is_causal)
                 call()  # the warm-up: whoever cannot do this says so here, not between the others' runs
                 calls[name] = call
@@ -343,9 +343,9 @@ def table(comparison: Comparison) -> str:
         f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; "
         f"B{asked['batch']} H{asked['heads']} D{asked['head_dim']} {asked['dtype']}, {direction}, best of "
         f"up to {asked['runs']} interleaved runs.\n"
-        "error: ||out - softmax|| / ||softmax|| for Gaussian q, k of that standard deviation. An estimate of softmax\n"
-        "attention that is no better than `uniform` (the mean of the values) is useless on such an input; linear and\n"
-        "efficient attention are functions of their own, for models trained with them."
+        "error: ||out - softmax||^2 / ||softmax||^2 for Gaussian q, k of that standard deviation. An estimate of\n"
+        "softmax attention that is no better than `uniform` (the mean of the values) is useless on such an input;\n"
+        "linear and efficient attention are functions of their own, for models trained with them."
     )
     if asked.get("peers"):
         blocks.append("peers: " + ", ".join(f"{name} {version}" for name, version in asked["peers"].items()))

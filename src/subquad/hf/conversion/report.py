@@ -1,6 +1,6 @@
 """What a conversion did and how far each layer is from exact attention on the calibration batches.
 
-    error = |out - exact| / |exact|        Frobenius norms over all real queries and heads of a layer
+    error = |out - exact|^2 / |exact|^2    Frobenius norms over all real queries and heads of a layer
 
 Beside it, on the same tensors: `uniform`, the plain mean of the visible values, and `window_only`, exact attention
 inside the same window and sinks with nothing far away. A mechanism that does not beat both is not worth its cost.
@@ -156,8 +156,8 @@ class Errors:
                 self.squared[name] = self.squared.get(name, 0.0) + float(difference.square().sum())
 
     def relative(self) -> dict[str, float]:
-        """Relative errors by name."""
-        return {name: (value / max(self.norm, 1e-300)) ** 0.5 for name, value in self.squared.items()}
+        """Relative squared errors by name."""
+        return {name: value / max(self.norm, 1e-300) for name, value in self.squared.items()}
 
 
 def total_tokens(samples: Iterable[LayerSample]) -> int:

@@ -39,8 +39,8 @@ class LayerChoice:
     """One layer of a plan.
 
     groups: [{"heads": [KV heads], "mechanism": ..., ...}]; empty where the layer stays exact, for `reason`
-    error:  relative to the exact output, |W (out - exact)| / |W exact|; beside it those of uniform attention and of the
-            best mix of all candidates
+    error:  relative to the exact output, |W (out - exact)|^2 / |W exact|^2; beside it those of uniform attention and of
+            the best mix of all candidates
     seconds, exact_seconds: {length: time of one sequence}, as planned and with exact attention
     kinds:  the number of each group's mechanism among the candidates
     """
@@ -153,7 +153,7 @@ def plan_layers(
     """A mechanism for every head of every layer of `model`.
 
     batches:      as the model takes them; the first half gives the statistics, the rest the errors
-    target_error: largest |W (out - exact)| / |W exact| of a layer; the cheapest mix that meets it is taken
+    target_error: largest |W (out - exact)|^2 / |W exact|^2 of a layer; the cheapest mix that meets it is taken
     budget:       seconds of all attention layers for one sequence of `length` tokens; the best mix within it is taken
     candidates:   options to choose from (`default_candidates()` unless given); causal layers choose among those that
                   have a causal form
@@ -165,9 +165,9 @@ def plan_layers(
 
     >>> import torch
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 1).eval()
-    >>> plan = plan_layers(model, [torch.randn(2, 40, 16) for _ in range(2)], target_error=0.5, length=256,
+    >>> plan = plan_layers(model, [torch.randn(2, 40, 16) for _ in range(2)], target_error=0.25, length=256,
     ...                    lengths=(256,), candidates=[{"mechanism": "taylor", "degree": 1, "center": True}])
-    >>> plan.choices[0].error < 0.5, [g["mechanism"] for g in plan.choices[0].groups]
+    >>> plan.choices[0].error < 0.25, [g["mechanism"] for g in plan.choices[0].groups]
     (True, ['taylor'])
     """
     if (target_error is None) == (budget is None):
@@ -182,12 +182,10 @@ def plan_layers(
         model, batches, layers=layers, candidates=options, length=length, lengths=lengths, balance=balance, draws=draws,
         seed=seed,
     )  # fmt: skip
-    picked = search(
-        found.tables(), target=None if target_error is None else target_error**2, budget=budget, max_groups=max_groups
-    )
+    picked = search(found.tables(), target=target_error, budget=budget, max_groups=max_groups)
     reasons = {}
     for index, row in found.layers.items():
-        error, best = row.error(picked[index]), math.sqrt(float(row.errors.amin(0).sum()))
+        error, best = row.error(picked[index]), float(row.errors.amin(0).sum())
         if target_error is not None and error > target_error and keep_exact:
             reasons[index] = f"the best mix has an error of {best:.3f}, above the target {target_error:g}"
     criterion = f"an error of at most {target_error:g}" if budget is None else f"{1e3 * budget:.1f} ms at {length}"
@@ -200,7 +198,7 @@ def planned(found: Survey, picked: Mapping[int, Tensor], reasons: Mapping[int, s
     for index, row in found.layers.items():
         pick, reason = picked[index], reasons.get(index, "")
         kv_heads = row.errors.shape[1]
-        best = math.sqrt(float(row.errors.amin(0).sum()))
+        best = float(row.errors.amin(0).sum())
         groups: tuple[dict[str, Any], ...] = ()
         kinds: list[int] = []
         exact = dict(zip(found.lengths, row.exact_seconds, strict=True))

@@ -39,8 +39,8 @@ class LayerTable:
     uniform: float
 
     def error(self, pick: Tensor) -> float:
-        """|W (out - exact)| / |W exact| with candidate pick[h] in head h."""
-        return math.sqrt(float(self.errors[pick, torch.arange(self.errors.shape[1])].sum()))
+        """|W (out - exact)|^2 / |W exact|^2 with candidate pick[h] in head h."""
+        return float(self.errors[pick, torch.arange(self.errors.shape[1])].sum())
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def survey_layers(
             samples = seen[layer.index]
             one = _Layer(layer, samples, output_weight(model, layer, shape[1], samples[0].v[0].shape[-1]))
             rows = [_best_draws(one, c, shape, statistics[layer.index], balance, seed, draws) for c in choices]
-            uniform = math.sqrt(float(one.errors(_uniform, shape[2]).sum()))
+            uniform = float(one.errors(_uniform, shape[2]).sum())
             return {"errors": torch.stack([r[0] for r in rows]), "matrices": [r[1] for r in rows], "uniform": uniform}
 
         result = measure() if kept is None else kept.get(f"errors of layer {layer.index}", measure)
