@@ -44,7 +44,7 @@ def train(
         str | None, typer.Option(help="Train nothing: draw the runs in these folders, separated by commas, into --out.")
     ] = None,
     mechanism: Annotated[
-        str | None, typer.Option(help="A name, name:option=value:..., or JSON.  [default: performer]")
+        str | None, typer.Option(help="A name, name:option=value:..., or JSON.  [default: multipole]")
     ] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
     compare: Annotated[
@@ -132,7 +132,7 @@ def train(
         if out is None:
             if task is None:
                 raise ValueError("the TASK is missing; it may be left out with --resume --out FOLDER alone")
-            named = label_of(choice or parse_mechanism("performer", own))
+            named = label_of(choice or parse_mechanism("multipole", own))
             out = Path("runs") / f"{task}-{'compare' if compare else named}"
         check_writable("--out", out, folder=True)
         plan = read_plan(out) if resume else None
@@ -147,7 +147,7 @@ def train(
         else:
             if task is None:
                 raise ValueError(f"the TASK is missing; {str(out)!r} holds no run that would name it")
-            run = Run.of(task, choice or parse_mechanism("performer", own), start=from_, **chosen, **options)
+            run = Run.of(task, choice or parse_mechanism("multipole", own), start=from_, **chosen, **options)
         if seeds is not None and others is None:
             raise ValueError("--seeds belongs to --compare; one run has one --seed")
         running = Running(

@@ -103,7 +103,7 @@ class MultiheadAttention(nn.Module):
         self,
         dim: int,
         heads: int,
-        mechanism: LayerMechanism = "performer",
+        mechanism: LayerMechanism = "multipole",
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,

@@ -128,7 +128,7 @@ class ModelConfig:
     dim: int
     kind: str = "decoder"
     vocab: int | None = None
-    mechanism: Any = "performer"
+    mechanism: Any = "multipole"
     kv_heads: int | None = None
     head_dim: int | None = None
     hidden: int | None = None

@@ -47,7 +47,7 @@ class TransformerEncoder(Stack):
         layers: int,
         heads: int,
         dim: int,
-        mechanism: MechanismChoice = "performer",
+        mechanism: MechanismChoice = "multipole",
         *,
         vocab: int | None = None,
         **options: Any,
@@ -116,7 +116,7 @@ class TransformerDecoder(Stack):
         heads: int,
         dim: int,
         vocab: int,
-        mechanism: MechanismChoice = "performer",
+        mechanism: MechanismChoice = "multipole",
         **options: Any,
     ) -> None:
         given = {"layers": layers, "heads": heads, "dim": dim, "mechanism": mechanism, "vocab": vocab}
@@ -234,7 +234,7 @@ class EncoderDecoder(Model):
         heads: int,
         dim: int,
         vocab: int,
-        mechanism: MechanismChoice = "performer",
+        mechanism: MechanismChoice = "multipole",
         **options: Any,
     ) -> None:
         super().__init__()

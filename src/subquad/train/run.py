@@ -37,7 +37,7 @@ class Run:
     def of(
         cls,
         task: Task | str,
-        mechanism: Any = "performer",
+        mechanism: Any = "multipole",
         *,
         model: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
