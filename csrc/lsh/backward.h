@@ -54,9 +54,6 @@ static void gradient_task(void* context, int64_t task, int64_t) {
       for_queries(y.x, t, from, from + PIECE < p.length_q ? from + PIECE : p.length_q, [&] {
         load_gradients(t);
         if (y.x.round == 0 && p.own != SQ_OWN_ANY) add_own(t, sums);
-        if (p.own == SQ_OWN_ALONE)  // such a row has the output 0 and no keys
-          for (long r = 0; r < t.rows; r++)
-            if (!is_real(t, t.queries[r])) t.norm[r] = INFINITY;
         for_keys(t, [&](long n) {
           add_gradients(t, n);
           for (long j = 0; j < n; j++) add_to_sums(sums, t.key_table[j], t.dk + j * t.ldk, t.dv + j * t.lde);

@@ -19,7 +19,7 @@ struct SqLsh {
   float scale;
   SqTensor q, k, v, out;
   const int32_t *query_chunk, *key_chunk;  // (B, Hq, R, L), (B, Hq, R, S): c, below `chunks`; negative: a key that nothing sees
-  float* log_norm;                         // (B, Hq, L): log of the normaliser; infinite where no other key is seen
+  float* log_norm;                         // (B, Hq, L): log of the normaliser; infinite where no other key counts
   SqTensor dout, dq, dk, dv;               // backward only; float32
 };
 

@@ -8,7 +8,7 @@ caller named, which is used or refused with its reason and never replaced by ano
 A new operator needs no change here:
 
     class Spec(NamedTuple): ...
-    class Reference(Backend[Spec]): ...
+    class Reference(Oracle[Spec]): ...
     BACKENDS = by_name(Native(), Chunked(), Reference())
     backend = choose(BACKENDS, spec, call, q, k, v)
     out = backend.attend(spec, call, q, k, v)
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import checks
 
-__all__ = ["Backend", "Call", "by_name", "choose", "differentiable_once", "refuse_second_derivatives"]
+__all__ = ["Backend", "Call", "Oracle", "by_name", "choose", "differentiable_once", "refuse_second_derivatives"]
 
 
 class Call(NamedTuple):
@@ -85,6 +85,15 @@ class Backend(Generic[S]):
     def read(self, spec: S, call: Call, q: Tensor, state: Any) -> Tensor:
         """out (B, Hq, L, E): every absorbed key is visible to every query."""
         raise NotImplementedError
+
+
+class Oracle(Backend[S]):
+    """The definition, which the other backends are compared with; it must be asked for by name."""
+
+    name = "reference"
+
+    def automatic(self, spec: S, call: Call, *tensors: Tensor) -> bool:
+        return False
 
 
 B = TypeVar("B", bound=Backend[Any])

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..features.base import FeatureMap, Features
 from ..features.precision import compute_dtype, widened
 from ..state import State, Sums, finite, safe_divide
-from .operator import Backend, Call
+from .operator import Call, Oracle
 from .padding import real_keys
 from .windowed_linear import WindowedLinear
 
@@ -140,13 +140,8 @@ def _visible(spec: WindowedLinear, row: Tensor, rank: Tensor, there: Tensor, sin
     return visible & near, far
 
 
-class Reference(Backend[WindowedLinear]):
+class Reference(Oracle[WindowedLinear]):
     """The definition. `backend=None` never takes it."""
-
-    name = "reference"
-
-    def automatic(self, spec: WindowedLinear, call: Call, *tensors: Tensor) -> bool:
-        return False
 
     def attend(self, spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         row, rank = (torch.arange(x.shape[2], device=k.device)[None] for x in (q, k))

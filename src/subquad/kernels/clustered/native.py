@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..kmeans import SAMPLE
 from ..native.library import StridedTensor
-from ..native.stateless import EMPTY_MASK, Mask, Operator, refusal, write_mask
-from ..operator import Backend, Call
+from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
+from ..operator import Call
 from .definition import Choices, Spec
 
 __all__ = ["Native", "choose"]
@@ -74,16 +74,8 @@ def choose(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:
     return Choices(assigned.long(), top.long())
 
 
-class Native(Backend[Spec]):
+class Native(NativeBackend[Spec]):
     """Fused loops on the CPU: choices and attention in one call."""
-
-    name = "native"
-
-    def refusal(self, spec: Spec, call: Call, *tensors: Tensor) -> str:
-        return refusal(tensors)
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""

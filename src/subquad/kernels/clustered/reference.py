@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...features.precision import compute_dtype
-from ..operator import Backend, Call
+from ..operator import Call, Oracle
 from .definition import LOW, Spec, centroid_scores, choose
 
 __all__ = ["Reference"]
@@ -17,13 +17,8 @@ def _members(rows: Tensor, assigned: Tensor) -> Tensor:
     return rows.gather(2, assigned.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
 
 
-class Reference(Backend[Spec]):
+class Reference(Oracle[Spec]):
     """Dense weights, with choices made beforehand."""
-
-    name = "reference"
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return False
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in the dtype that is computed in."""

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..native.library import StridedTensor
-from ..native.stateless import Operator, refusal
-from ..operator import Backend, Call
+from ..native.stateless import NativeBackend, Operator
+from ..operator import Call
 from .definition import Spec, choose_chunks
 
 __all__ = ["Native"]
@@ -53,16 +53,8 @@ def _fill(
 _operator = Operator("lsh", Lsh, _results, _fill)
 
 
-class Native(Backend[Spec]):
+class Native(NativeBackend[Spec]):
     """Queries of one chunk against the keys that they see, on the CPU."""
-
-    name = "native"
-
-    def refusal(self, spec: Spec, call: Call, *tensors: Tensor) -> str:
-        return refusal(tensors)
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..operator import Backend, Call
+from ..operator import Call, Oracle
 from ..reference import dense_softmax
 from .definition import Spec, flatten, visible
 
 __all__ = ["Reference"]
 
 
-class Reference(Backend[Spec]):
+class Reference(Oracle[Spec]):
     """The oracle of the other backends."""
-
-    name = "reference"
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return False
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in the dtype that is computed in."""

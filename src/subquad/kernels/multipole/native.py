@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..native.library import StridedTensor
 from ..native.operators import check_status
-from ..native.stateless import EMPTY_MASK, Mask, Operator, refusal, write_mask
-from ..operator import Backend, Call
+from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
+from ..operator import Call
 from .definition import Choices, Inspection, Spec
 
 __all__ = [
@@ -175,16 +175,8 @@ def cluster(spec: Spec, call: Call, k: Tensor) -> Choices:
     return choose(spec, call, none, k, k)._replace(selection=None)
 
 
-class Native(Backend[Spec]):
+class Native(NativeBackend[Spec]):
     """Fused loops on the CPU."""
-
-    name = "native"
-
-    def refusal(self, spec: Spec | None, call: Call, *tensors: Tensor) -> str:
-        return refusal(tensors)
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""

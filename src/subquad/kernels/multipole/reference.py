@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...features.precision import compute_dtype
-from ..operator import Backend, Call
+from ..operator import Call, Oracle
 from .definition import (
     Choices,
     Spec,
@@ -43,13 +43,8 @@ def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
     return made._replace(selection=selection)
 
 
-class Reference(Backend[Spec]):
+class Reference(Oracle[Spec]):
     """Dense weights over all single keys and all clusters, with choices made beforehand."""
-
-    name = "reference"
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return False
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in the dtype that is computed in."""

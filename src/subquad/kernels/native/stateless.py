@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..checkpointing import tracing
-from ..operator import differentiable_once
+from ..operator import Backend, Call, differentiable_once
 from . import library
 from .library import DTYPES
 from .operators import check_status, narrow, widen_all
 
-__all__ = ["EMPTY_MASK", "Mask", "Operator", "refusal", "write_mask", "write_shape", "write_tensors"]
+__all__ = ["EMPTY_MASK", "Mask", "NativeBackend", "Operator", "write_mask", "write_shape", "write_tensors"]
+
+S = TypeVar("S")
 
 EMPTY_MASK = torch.empty(0, dtype=torch.bool)
 
@@ -44,6 +46,18 @@ def refusal(tensors: tuple[Tensor, ...]) -> str:
         if x.dtype not in DTYPES:
             return f"the native kernels take float32, bfloat16 and float16, got {x.dtype}"
     return ""
+
+
+class NativeBackend(Backend[S]):
+    """An operator in the library."""
+
+    name = "native"
+
+    def refusal(self, spec: S | None, call: Call, *tensors: Tensor) -> str:
+        return refusal(tensors)
+
+    def automatic(self, spec: S, call: Call, *tensors: Tensor) -> bool:
+        return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
 
 
 def write_tensors(call: ctypes.Structure, **tensors: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..native.library import StridedTensor
-from ..native.stateless import EMPTY_MASK, Mask, Operator, refusal, write_mask
-from ..operator import Backend, Call
+from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
+from ..operator import Call
 from .definition import Spec
 
 __all__ = ["Native"]
@@ -51,16 +51,8 @@ def _fill(
 _operator = Operator("sparse", Sparse, _results, _fill)
 
 
-class Native(Backend[Spec]):
+class Native(NativeBackend[Spec]):
     """Tiles of queries against tiles of keys, on the CPU."""
-
-    name = "native"
-
-    def refusal(self, spec: Spec, call: Call, *tensors: Tensor) -> str:
-        return refusal(tensors)
-
-    def automatic(self, spec: Spec, call: Call, *tensors: Tensor) -> bool:
-        return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
