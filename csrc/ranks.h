@@ -12,13 +12,13 @@ struct Ranks {
   long token(long rank) const { return token_of ? token_of[rank] : rank; }
 };
 
-// `room` takes `length` integers where there is a mask.
-static Ranks real_tokens(const SqMask& mask, long b, long length, int32_t* room) {
+// `tokens` takes `length` integers where there is a mask.
+static Ranks real_tokens(const SqMask& mask, long b, long length, int32_t* tokens) {
   if (!mask.data) return {length, nullptr};
   long n = 0;
   for (long t = 0; t < length; t++)
-    if (mask.data[b * mask.batch + t * mask.token]) room[n++] = (int32_t)t;
-  return {n, room};
+    if (mask.data[b * mask.batch + t * mask.token]) tokens[n++] = (int32_t)t;
+  return {n, tokens};
 }
 
 // The rank of a real token.

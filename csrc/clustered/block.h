@@ -267,13 +267,13 @@ static bool prepare(const SqClustered& p, Context& x, long most) {
   if (!memory) return false;
   plan.keys = (Keys*)memory;
   plan.queries = (Ranks*)(plan.keys + heads), plan.real = plan.queries + p.batch;
-  int32_t* room = (int32_t*)(memory + tables);
+  int32_t* tokens = (int32_t*)(memory + tables);
   float* at = memory + tables + padded(ints, 16);
   for (long b = 0; b < p.batch; b++) {
-    plan.queries[b] = real_tokens(p.query_mask, b, p.length_q, room);
-    room += p.query_mask.data ? p.length_q : 0;
-    const Ranks real = plan.real[b] = real_tokens(p.key_mask, b, p.length_k, room);
-    room += p.key_mask.data ? p.length_k : 0;
+    plan.queries[b] = real_tokens(p.query_mask, b, p.length_q, tokens);
+    tokens += p.query_mask.data ? p.length_q : 0;
+    const Ranks real = plan.real[b] = real_tokens(p.key_mask, b, p.length_k, tokens);
+    tokens += p.key_mask.data ? p.length_k : 0;
     for (long h = 0; h < p.heads_kv; h++) {
       Keys& keys = plan.keys[b * p.heads_kv + h];
       keys = {real, at, at + whole * p.dim, nullptr, nullptr};

@@ -38,11 +38,11 @@ struct SqMultipole {
 struct SqMultipolePages {
   SqMultipole call;    // k, v: the new tokens; key_mask (B, L): which of them are real; causal or not as for the queries
   int64_t capacity;    // pages of a row that `statistics` has room for
-  int64_t room;        // ranks that the tail has room for
+  int64_t tail_capacity;  // ranks that the tail has room for
   const int64_t* pages;  // (B): pages of a row
   const int64_t* held;   // (B): real keys in its tail, before the call
   float* statistics;     // (B, H, subquad_multipole_statistics(call))
-  float *tail_keys, *tail_panels, *tail_values;  // (B, H, room, D and E padded to whole vectors); panels: padded room x D
+  float *tail_keys, *tail_panels, *tail_values;  // (B, H, tail_capacity, D and E padded to whole vectors); panels of D rows
   // New pages: of `jobs` rows, whose tails are full.
   int64_t jobs;
   const int64_t* rows;   // (jobs)

@@ -76,18 +76,18 @@ static void sum_rows(Group& k, long n, long ld, float* sum) {
   }
 }
 
-// What every component of a sum has at least, squared: the smallest component of the largest terms of n rows. `room`: one row.
-static float least_component(const float* weight, const float* rows, long n, long ld, long width, float* room) {
+// What every component of a sum has at least, squared: the smallest component of the largest terms of n rows. `largest`: one row.
+static float least_component(const float* weight, const float* rows, long n, long ld, long width, float* largest) {
   for (long e = 0; e < ld; e += VL) {
     vf most = zero();
     for (long i = 0; i < n; i++) {
       const vf term = splat(weight[i]) * load(rows + i * ld + e);
       most = vmax(vmax(term, zero() - term), most);
     }
-    store(room + e, most);
+    store(largest + e, most);
   }
-  float least = room[0];
-  for (long e = 1; e < width; e++) least = room[e] < least ? room[e] : least;
+  float least = largest[0];
+  for (long e = 1; e < width; e++) least = largest[e] < least ? largest[e] : least;
   return least * least;
 }
 

@@ -49,13 +49,13 @@ static void plan_steps(const SqMultipolePages& s, Steps& x) {
   for (long b = 0; b < p.batch; b++) plan.chunks = s.pages[b] > plan.chunks ? s.pages[b] : plan.chunks;
   plan.slots = p.clusters + p.chunk / p.largest;
   plan.ldc = odd_lines(plan.chunks * plan.slots);
-  plan.ldb = s.room;
+  plan.ldb = s.tail_capacity;
   plan.ldk = padded(p.dim, VL);
   plan.lde = padded(p.width, VL);
   x.statistics = statistics_floats(&s);
-  x.tail_keys = s.room * plan.ldk;
-  x.tail_panels = padded(s.room, PC) * p.dim;
-  x.tail_values = s.room * plan.lde;
+  x.tail_keys = s.tail_capacity * plan.ldk;
+  x.tail_panels = padded(s.tail_capacity, PC) * p.dim;
+  x.tail_values = s.tail_capacity * plan.lde;
   if (p.error == 0) p.error = -1.0f, p.exact_keys = INT64_MAX / 4;  // every cluster is chosen
 }
 

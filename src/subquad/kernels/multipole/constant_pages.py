@@ -49,7 +49,7 @@ class ConstantPages(Pages):
         chunks = tuple(n + (b in rows) for b, n in enumerate(self.chunks))
         far = Far(*(x.clone() for x in self.far))
         statistics = self._write("absorb", far, self.store.statistics.clone(), rows)
-        tail = self._tail(self.tail.room, held, held)
+        tail = self._tail(self.tail.capacity, held, held)
         return replace(self, far=far, store=_store(statistics), chunks=chunks, held=held, tail=tail)
 
     def _write(self, what: str, far: Far, statistics: Tensor, rows: list[int]) -> Tensor:
@@ -75,7 +75,7 @@ class ConstantPages(Pages):
         """The tensors of `ConstantState`."""
         assert self.far is not None
         held = torch.tensor(self.held)
-        there = (torch.arange(self.tail.room) < held[:, None])[:, None, :, None]
+        there = (torch.arange(self.tail.capacity) < held[:, None])[:, None, :, None]
         parts = (self.tail.keys[..., : self.dim], self.tail.values[..., : self.width])
         k, v = (
             torch.nn.functional.pad(x.masked_fill(~there, 0.0), (0, 0, 0, self.spec.chunk - x.shape[2])) for x in parts
@@ -93,8 +93,8 @@ def begin_constant(bounded: Bounded, call: Call, k: Tensor, v: Tensor, memory: M
     far = Far(*(x.detach().float().contiguous() for x in far))
     held = (0,) * batch if memory is None else tuple(memory.held().tolist())
     chunks = held if memory is None else tuple(memory.absorbed().tolist())
-    room = min(spec.chunk, max(64, *held)) if held else spec.chunk
-    tail = empty_tail(batch, heads, dim, width, room)
+    capacity = min(spec.chunk, max(64, *held)) if held else spec.chunk
+    tail = empty_tail(batch, heads, dim, width, capacity)
     if memory is not None:
         for b, n in enumerate(held):
             fill_tail(tail, b, n, memory.k[b, :, :n].detach().float(), memory.v[b, :, :n].detach().float())

@@ -49,7 +49,7 @@ class MultipolePages(ctypes.Structure):
 
     _fields_ = [
         ("call", Multipole),
-        *((name, _long) for name in ("capacity", "room")),
+        *((name, _long) for name in ("capacity", "tail_capacity")),
         *((name, _pointer) for name in "pages held statistics tail_keys tail_panels tail_values".split()),
         ("jobs", _long),
         *((name, _pointer) for name in "rows memory values".split()),

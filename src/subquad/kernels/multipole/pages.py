@@ -52,13 +52,13 @@ class Store:
 
 
 class Tail:
-    """Rows of keys and values (B, H, room, .), the keys again in panels (B, H, .); `filled`: how many of each row."""
+    """Keys and values (B, H, capacity, .), the keys again in panels (B, H, .); `filled`: how many of each row."""
 
-    def __init__(self, shape: tuple[int, int], room: int, widths: tuple[int, int, int], panel: int) -> None:
+    def __init__(self, shape: tuple[int, int], capacity: int, widths: tuple[int, int, int], panel: int) -> None:
         dim, ldk, lde = widths
-        self.room, self.filled = room, (0,) * shape[0]
-        self.keys, self.values = torch.empty(*shape, room, ldk), torch.empty(*shape, room, lde)
-        self.panels = torch.empty(*shape, -(-room // panel) * panel * dim)
+        self.capacity, self.filled = capacity, (0,) * shape[0]
+        self.keys, self.values = torch.empty(*shape, capacity, ldk), torch.empty(*shape, capacity, lde)
+        self.panels = torch.empty(*shape, -(-capacity // panel) * panel * dim)
 
     def arrays(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.keys, self.panels, self.values
@@ -122,7 +122,7 @@ class Pages:
         place = ctypes.addressof(numbers)
         call.pages, call.held = place, place + 8 * batch
         call.capacity, call.statistics = self.store.capacity, self.store.statistics.data_ptr()
-        call.room = self.tail.room
+        call.tail_capacity = self.tail.capacity
         call.tail_keys, call.tail_panels, call.tail_values = (x.data_ptr() for x in self.tail.arrays())
         return call, [numbers, mask]
 
@@ -150,7 +150,7 @@ class Pages:
             here = None if mask is None else mask[:, start:end]
             new = [end - start] * batch if here is None else here.sum(-1).tolist()
             full = [b for b, n in enumerate(after.held) if n == self.spec.chunk and new[b]]
-            after = after._paged(full, known)._with_room(new)
+            after = after._paged(full, known)._with_space(new)
             call, alive = after._call(
                 self.spec._replace(causal=True),
                 k[:, :, :0] if q is None else q[:, :, start:end],
@@ -185,23 +185,23 @@ class Pages:
         new = torch.ones(len(self.held), length, dtype=torch.bool) if mask is None else mask
         return torch.cat([self.real(), new], 1)
 
-    def _with_room(self, new: list[int]) -> Pages:
+    def _with_space(self, new: list[int]) -> Pages:
         """The same with a tail that takes `new` keys of each row, claimed for whoever asked."""
         tail, after = self.tail, tuple(n + m for n, m in zip(self.held, new, strict=True))
         most = max(after, default=0)
         with _lock:
-            if tail.filled == self.held and most <= tail.room:
+            if tail.filled == self.held and most <= tail.capacity:
                 tail.filled = after
                 return self
-        room = tail.room
-        while room < most:
-            room = min(2 * room, max(self.spec.chunk, most))
-        return replace(self, tail=self._tail(room, self.held, after))
+        capacity = tail.capacity
+        while capacity < most:
+            capacity = min(2 * capacity, max(self.spec.chunk, most))
+        return replace(self, tail=self._tail(capacity, self.held, after))
 
-    def _tail(self, room: int, held: tuple[int, ...], filled: tuple[int, ...]) -> Tail:
+    def _tail(self, capacity: int, held: tuple[int, ...], filled: tuple[int, ...]) -> Tail:
         """Another tail with the first `held` keys of this one."""
         old, most = self.tail, max(held, default=0)
-        made = empty_tail(len(held), self.heads, self.dim, self.width, room)
+        made = empty_tail(len(held), self.heads, self.dim, self.width, capacity)
         lanes = 2 * _lanes()
         made.keys[:, :, :most] = old.keys[:, :, :most]
         made.values[:, :, :most] = old.values[:, :, :most]
@@ -246,8 +246,8 @@ class Pages:
         del alive
         left = tuple(0 if b in rows else n for b, n in enumerate(self.held))
         chunks = tuple(n + (b in rows) for b, n in enumerate(self.chunks))
-        room = spec.chunk if self.tail.room >= spec.chunk else self.tail.room
-        return replace(self, store=store, chunks=chunks, tail=self._tail(room, left, left), held=left)
+        capacity = spec.chunk if self.tail.capacity >= spec.chunk else self.tail.capacity
+        return replace(self, store=store, chunks=chunks, tail=self._tail(capacity, left, left), held=left)
 
     def _store_for(self, rows: list[int], call: MultipolePages, made: list[Page]) -> Store:
         """A store in which the next page of each of `rows` is claimed: the same one if it has room and none newer."""
@@ -315,7 +315,7 @@ class Pages:
         if chunks == self.chunks:
             return cropped
         kept = [h if n == m else 0 for h, n, m in zip(held, chunks, self.chunks, strict=True)]
-        tail = cropped._tail(self.tail.room, tuple(kept), held)
+        tail = cropped._tail(self.tail.capacity, tuple(kept), held)
         for b, (n, m) in enumerate(zip(chunks, self.chunks, strict=True)):
             if n != m:
                 fill_tail(tail, b, held[b], *self._page_rows(self.store.pages[b][n]))
@@ -331,17 +331,17 @@ def fill_tail(tail: Tail, b: int, held: int, keys: Tensor, values: Tensor) -> No
     lanes, dim = 2 * _lanes(), keys.shape[-1]
     tail.keys[b], tail.values[b] = 0, 0
     tail.keys[b, :, :held, :dim], tail.values[b, :, :held, : values.shape[-1]] = keys[:, :held], values[:, :held]
-    whole = -(-tail.room // lanes) * lanes
+    whole = -(-tail.capacity // lanes) * lanes
     padded = torch.zeros(keys.shape[0], whole, dim)
     padded[:, :held] = keys[:, :held]
     tail.panels[b] = padded.view(keys.shape[0], -1, lanes, dim).mT.reshape(keys.shape[0], -1)
 
 
-def empty_tail(batch: int, heads: int, dim: int, width: int, room: int) -> Tail:
-    """Room for so many keys (B, H, room, D) and values (B, H, room, E)."""
+def empty_tail(batch: int, heads: int, dim: int, width: int, capacity: int) -> Tail:
+    """Space for so many keys (B, H, capacity, D) and values (B, H, capacity, E)."""
     lanes = _lanes()
     ldk, lde = (-(-n // lanes) * lanes for n in (dim, width))
-    return Tail((batch, heads), room, (dim, ldk, lde), 2 * lanes)
+    return Tail((batch, heads), capacity, (dim, ldk, lde), 2 * lanes)
 
 
 def begin(spec: Spec, call: Call, k: Tensor, v: Tensor) -> Pages:

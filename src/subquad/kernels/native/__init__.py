@@ -33,7 +33,7 @@ NO_MASK = torch.empty(0, dtype=torch.bool)
 NO_PLACES = torch.empty(0, dtype=torch.int64)
 
 
-def _run(
+def _dispatch(
     found: NativeMap,
     q: Tensor,
     k: Tensor,
@@ -45,7 +45,10 @@ def _run(
     gain: Tensor,
     *options: float | bool,
 ) -> Results:
-    """The entrance that this call needs; options: scale, window, past, causal, normalise, tail of `attention`."""
+    """The forward itself, the torch operator or the autograd function, as this call needs.
+
+    options: scale, window, past, causal, normalise, tail of `attention`
+    """
     near = options[1] >= 0
     arrays = [*found.map.arrays, found.map.tilt] if near else found.map.arrays
     maps = found.packed_rows if near else found.packed
@@ -117,7 +120,7 @@ class Native(Backend[WindowedLinear]):
 
     def attend(self, spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if spec.window is None:
-            return self._linear(spec, call, q, k, v, None, spec.causal, False)[0]
+            return self._attend_linear(spec, call, q, k, v, None, spec.causal, False)[0]
         length = k.shape[2]
         number = min(spec.sinks, length)
         sinks = [x[:, :, :number] for x in (k, v)] if number else []
@@ -128,9 +131,10 @@ class Native(Backend[WindowedLinear]):
             places = place[:number].expand(k.shape[0], number)
             if number and call.key_mask is not None:
                 places = torch.where(call.key_mask[:, :number], places, NOWHERE)
-        return self._near(spec, call.scale, q, k, v, sinks, [], [mask, mask, places], 0, spec.causal, False)[0]
+        masks = [mask, mask, places]
+        return self._attend_windowed(spec, call.scale, q, k, v, sinks, [], masks, 0, spec.causal, False)[0]
 
-    def _linear(
+    def _attend_linear(
         self,
         spec: WindowedLinear,
         call: Call,
@@ -145,9 +149,9 @@ class Native(Backend[WindowedLinear]):
         past = [] if state is None or state.far is None else _sums(state.far)
         found, q, k = map_inputs(spec.feature_map, q, k, call.scale, products=True)
         masks = [NO_MASK if call.key_mask is None else call.key_mask, NO_MASK, NO_PLACES]
-        return _run(found, q, k, v, [], [], past, masks, NOTHING, 1.0, -1, 0, causal, spec.normalise, tail)
+        return _dispatch(found, q, k, v, [], [], past, masks, NOTHING, 1.0, -1, 0, causal, spec.normalise, tail)
 
-    def _near(
+    def _attend_windowed(
         self,
         spec: WindowedLinear,
         scale: float,
@@ -165,7 +169,7 @@ class Native(Backend[WindowedLinear]):
         found, far, gain = self._far(spec, q, k, scale)
         assert spec.window is not None
         tail = tail and spec.feature_map is not None
-        return _run(found, q, k, v, sinks, far, past, masks, gain, scale, spec.window, before, causal, True, tail)
+        return _dispatch(found, q, k, v, sinks, far, past, masks, gain, scale, spec.window, before, causal, True, tail)
 
     def _far(self, spec: WindowedLinear, q: Tensor, k: Tensor, scale: float) -> tuple[NativeMap, list[Tensor], Tensor]:
         """The map, [queries, keys] as it takes them or [], and the log factor (Hq,) of the far weights or nothing."""
@@ -187,7 +191,7 @@ class Native(Backend[WindowedLinear]):
                 assert spec.feature_map is not None
                 found, far_q, far_k = map_inputs(spec.feature_map, q, k, call.scale, products=True)
                 return linear_step(found, far_q, far_k, v, call.key_mask, state, spec.normalise)
-            result = self._linear(spec, call, q, k, v, state, True, True)
+            result = self._attend_linear(spec, call, q, k, v, state, True, True)
             return result[0], _state_after(state, result, _new(k, call))
         assert state.window is not None
         if step:
@@ -205,12 +209,12 @@ class Native(Backend[WindowedLinear]):
         past = [] if state.far is None else _sums(state.far)
         masks = [near & (ranks < end - spec.window), near, places]
         sinks = list(after.sinks) if spec.sinks else []
-        result = self._near(spec, call.scale, q, *known, sinks, past, masks, spec.window, True, True)
+        result = self._attend_windowed(spec, call.scale, q, *known, sinks, past, masks, spec.window, True, True)
         return result[0], after if state.far is None else _state_after(after, result, 0)
 
     def absorb(self, spec: WindowedLinear, call: Call, k: Tensor, v: Tensor, state: State) -> State:
         none = k.new_empty((k.shape[0], k.shape[1], 0, k.shape[3]))
-        result = self._linear(spec, call, none, k, v, state, False, True)
+        result = self._attend_linear(spec, call, none, k, v, state, False, True)
         return _state_after(state, result, _new(k, call))
 
     def read(self, spec: WindowedLinear, call: Call, q: Tensor, state: State) -> Tensor:
@@ -218,7 +222,7 @@ class Native(Backend[WindowedLinear]):
         batch, heads, _, width = state.far.weighted.shape
         keys = q.new_empty((batch, heads, 0, q.shape[3]))
         values = state.far.weighted.new_empty((batch, heads, 0, width))
-        return self._linear(spec, call, q, keys, values, state, False, False)[0]
+        return self._attend_linear(spec, call, q, keys, values, state, False, False)[0]
 
 
 def _new(k: Tensor, call: Call) -> Tensor | int:

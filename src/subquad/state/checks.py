@@ -1,0 +1,131 @@
+"""What every kind of state shares: refusing what does not continue it, merging, and being a pytree."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..checks import describe_shape
+from ..features.precision import compute_dtype
+
+__all__ = ["check_continues", "check_crop", "check_fits", "check_same", "check_tokens_join", "merge", "register_state"]
+
+
+def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> None:
+    """Refuse a state that what has this `origin` cannot go on from: another kind of state, mechanism, draw or scale."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be a {kind.__name__} from {made_by}, got {type(state).__name__}")
+    if state.origin != origin:
+        raise ValueError(
+            f"the state was made by {state.origin!r}, this call is {origin!r}; "
+            "a state can only be continued by the mechanism, draw and scale that made it"
+        )
+
+
+def check_fits(held: Tensor, tokens: Tensor, heads: int | None, width: int | None, *, exactly: bool = False) -> None:
+    """Refuse tokens (B, ., L, D) that a state which holds `held` (B, H, ., E) has no place for.
+
+    heads, width: KV heads and value width of the tokens; None = whatever the state has
+    exactly:      the state holds the tokens themselves, so that they must have its dtype; else half precision may
+                  continue a float32 state
+    """
+    have = (held.shape[0], held.shape[1], held.shape[3])
+    want = (tokens.shape[0], have[1] if heads is None else heads, have[2] if width is None else width)
+    if held.device != tokens.device:
+        raise ValueError(f"the state is on {held.device}, the tokens are on {tokens.device}; move one of them")
+    dtype = tokens.dtype if exactly else compute_dtype(tokens)
+    if held.dtype != dtype:
+        raise ValueError(
+            f"the state is {held.dtype}, tokens of {tokens.dtype} need one of {dtype}; begin a new state, or bring the "
+            "tokens into the dtype that it was made with"
+        )
+    if have != want:
+        raise ValueError(
+            f"the state has (batch, heads, value width) {have}, the tokens given need {want}; begin a new state, or "
+            "bring the tokens into that shape"
+        )
+
+
+def check_same(earlier: Any, later: Any) -> None:
+    """Refuse to merge states that do not continue each other: another kind or draw."""
+    if type(earlier) is not type(later):
+        raise TypeError(
+            f"merge: got a {type(earlier).__name__} and a {type(later).__name__}; "
+            "both states must come from the same mechanism"
+        )
+    if earlier.origin != later.origin:
+        raise ValueError(
+            f"merge: the states come from different features: {earlier.origin!r} and {later.origin!r}. "
+            "Only states of one mechanism with the same seed, number of redraws and scale can be merged; "
+            "absorb the tokens again with one of the two"
+        )
+
+
+def check_crop(length: Any, have: int) -> None:
+    """Refuse to take back what is not there: a state of `have` tokens has a beginning of 0 to `have` of them."""
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"crop: length must be an int, got {length!r} of type {type(length).__name__}")
+    if not 0 <= length <= have:
+        raise ValueError(f"crop: length must be between 0 and the {have} tokens of the state, got {length}")
+
+
+def check_tokens_join(earlier: Any, later: Any) -> None:
+    """Refuse to merge states that hold tokens, k (B, H, ., D) and v (B, H, ., E), of another batch, heads or width."""
+    for name in ("k", "v"):
+        mine, theirs = getattr(earlier, name), getattr(later, name)
+        if mine.shape[:2] != theirs.shape[:2] or mine.shape[-1] != theirs.shape[-1]:
+            raise ValueError(
+                f"merge: {name} differs in batch, heads or width: {describe_shape(mine)} and {describe_shape(theirs)}"
+            )
+
+
+def merge(earlier: Any, later: Any) -> Any:
+    """The state of `earlier`'s tokens followed by `later`'s. Ordered and associative; neither argument changes.
+
+    >>> import subquad as sq
+    >>> attn = sq.create("linear", head_dim=8)
+    >>> k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    >>> whole = attn.absorb(k, v)
+    >>> halves = sq.merge(attn.absorb(k[:, :, :3], v[:, :, :3]), attn.absorb(k[:, :, 3:], v[:, :, 3:]))
+    >>> torch.allclose(whole.weighted, halves.weighted, atol=1e-6)
+    True
+    """
+    if not hasattr(earlier, "merge"):
+        raise TypeError(f"merge: expected two states from scan() or absorb(), got {type(earlier).__name__}")
+    check_same(earlier, later)
+    return earlier.merge(later)
+
+
+def register_state(cls: type, static: tuple[str, ...] = ("origin",)) -> None:
+    """Make a state class a pytree, so that `vmap`, `torch.compile` and `torch.export` take it apart and rebuild it.
+
+    `static` fields are not tensors: they stay with the structure, and so do fields that are None.
+    """
+    names = [f.name for f in fields(cls) if f.name not in static]
+
+    def present(state: Any) -> list[str]:
+        return [name for name in names if getattr(state, name) is not None]
+
+    def flatten(state: Any) -> tuple[list[Any], Any]:
+        there = present(state)
+        kept = tuple(getattr(state, name) for name in static)
+        return [getattr(state, name) for name in there], (tuple(there), kept)
+
+    def unflatten(leaves: Any, context: Any) -> Any:
+        there, kept = context
+        return cls(**dict(zip(there, leaves, strict=True)), **dict(zip(static, kept, strict=True)))
+
+    def flatten_with_keys(state: Any) -> tuple[list[Any], Any]:
+        leaves, context = flatten(state)
+        return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(context[0], leaves, strict=True)], context
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"subquad.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
