@@ -122,8 +122,8 @@ class State:
         """This context followed by `later`'s: the newest W and the first N tokens of both, and the rest far."""
         check_same(self, later)
         if self.holds().shape != later.holds().shape:
-            mine, theirs = (describe_shape(x.holds()) for x in (self, later))
-            raise ValueError(f"merge: the states differ in batch, heads or value width: {mine} and {theirs}")
+            shapes = " and ".join(describe_shape(x.holds()) for x in (self, later))
+            raise ValueError(f"merge: the states differ in batch, heads or value width: {shapes}")
         count = self.count + later.count
         far = self.far if later.far is None or self.far is None else self.far.merge(later.far)
         if self.window is None or later.window is None or self.sinks is None or later.sinks is None:
