@@ -2,6 +2,8 @@
 
 {{ facts NAME }}      equation, paper, cost and abilities of a mechanism, as `sq.describe` knows them
 {{ measured NAME }}   its error and time from data/mechanisms.json (python docs/site/measure.py)
+{{ experiment NAME METRIC STEPS }}   a metric of an experiment's runs after these steps, from data/experiments.json
+                      (python benchmarks/experiments.py keep)
 {{ catalogue }}       the table of all mechanisms
 {{ contributing PART }}   a section of CONTRIBUTING.md
 """
@@ -34,7 +36,7 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "sparse": ("1904.10509",),
     "taylor": ("2402.18668",),
 }
-MARK = re.compile(r"^\{\{ (facts|measured|catalogue|contributing) ?(.*?) ?\}\}$", re.MULTILINE)
+MARK = re.compile(r"^\{\{ (facts|measured|experiment|catalogue|contributing) ?(.*?) ?\}\}$", re.MULTILINE)
 
 
 def _yes(value: bool) -> str:
@@ -121,6 +123,41 @@ def _measured(name: str) -> str:
     return "\n".join([*lines, "", note])
 
 
+def _experiment(asked: str) -> str:
+    """Rows in the order of their last figure, the best first; of several seeds the mean and the range."""
+    name, metric, *steps = asked.split()
+    data = json.loads((DOCS / "data" / "experiments.json").read_text(encoding="utf-8"))
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for folder, run in data.items():
+        experiment, label, _ = folder.split("/")
+        if experiment == name:
+            rows.setdefault(label, []).append(run)
+    if not rows:
+        raise KeyError(f"data/experiments.json has no runs of {name!r}")
+
+    def at(runs: list[dict[str, Any]], step: int) -> list[float]:
+        return [point[metric] for run in runs for point in run["valid"] if point["step"] == step]
+
+    def cell(values: list[float]) -> str:
+        if not values:
+            return ""
+        mean = f"{sum(values) / len(values):.3f}"
+        return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
+
+    numbers = [int(step) for step in steps]
+    final = {label: sum(at(runs, numbers[-1])) / max(len(at(runs, numbers[-1])), 1) for label, runs in rows.items()}
+    best_first = sorted(rows, key=lambda label: final[label], reverse=metric.startswith("accuracy"))
+    head = ["", *(f"after {n:,} steps" if n else "before training" for n in numbers), "parameters", "seeds"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for label in best_first:
+        runs = rows[label]
+        cells = [label, *(cell(at(runs, n)) for n in numbers), f"{runs[0]['parameters']:,}", str(len(runs))]
+        lines.append(f"| {' | '.join(cells)} |")
+    first = next(iter(rows.values()))[0]
+    where = f"{max(run['date'] for runs in rows.values() for run in runs)[:10]}, {first['machine']['processor']}"
+    return "\n".join([*lines, "", f"{metric.replace('_', ' ')}; {where}."])
+
+
 def _catalogue() -> str:
     lines = ["| mechanism | causal | constant-memory state | weights | paper |", "|---|---|---|---|---|"]
     for name in sq.list_mechanisms():
@@ -141,7 +178,7 @@ def _contributing(part: str) -> str:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page."""
-    makers = {"facts": _facts, "measured": _measured, "contributing": _contributing}
+    makers = {"facts": _facts, "measured": _measured, "experiment": _experiment, "contributing": _contributing}
 
     def made(match: re.Match[str]) -> str:
         kind, argument = match.groups()
