@@ -167,6 +167,15 @@ def make_trials(model: nn.Module, given: Sequence[Any]) -> list[Trial]:
     return found
 
 
+def _varies(x: torch.Tensor) -> bool:
+    """Whether x has two different entries.
+
+    >>> _varies(torch.zeros(2, 0)), _varies(torch.zeros(2, 1)), _varies(torch.arange(2))
+    (False, False, True)
+    """
+    return bool((x.flatten()[1:] != x.flatten()[:-1]).any())
+
+
 def _through_cache(model: nn.Module, batch: Mapping[str, Any]) -> list[Trial]:
     """The trial with a cache: by steps where the exact model takes them, else as `generate` goes; [] without one."""
     tokens = batch.get("decoder_input_ids", batch.get("input_ids"))
@@ -180,7 +189,7 @@ def _through_cache(model: nn.Module, batch: Mapping[str, Any]) -> list[Trial]:
             found = run_trial(model, trial)
         except Exception:
             continue  # not a way of this model
-        if found and all(bool((x != x.flatten()[0]).any()) for x in found.values()):  # else it tells nothing apart
+        if found and all(_varies(x) for x in found.values()):  # else it tells nothing apart
             return [trial]
     return []
 
