@@ -199,7 +199,7 @@ def check_chunk_size(chunk_size: object) -> None:
 def refuse_causal(name: str, reason: str) -> NoReturn:
     """Say why a mechanism has no causal form."""
     raise ValueError(
-        f"{name} cannot be causal: {reason}. Choose one of list_mechanisms(causal=True), for example 'performer' or "
+        f"{name} cannot be causal: {reason}. Choose one of list_mechanisms(causal=True), for example 'multipole' or "
         "'hybrid', or call it with is_causal=False"
     )
 

@@ -358,6 +358,9 @@ def _note(cell: Cell) -> str:
     kind = "causal" if cell.causal else "full"
     if cell.status == "skipped":
         return f"L={cell.length} ({kind}): skipped: {cell.reason}"
+    if cell.status == "refused":
+        why = cell.reason.split(". ")[0]  # the rest says what to do instead, which the table shows
+        return why if why.startswith(cell.mechanism) else f"{cell.mechanism} ({kind}): {why}"
     return f"{cell.mechanism} ({kind}): {cell.status}: {cell.reason}"
 
 

@@ -57,7 +57,7 @@ class Local(Windowed):
     equation = "softmax over |i - j| <= window and over the first `sinks`"
     paper = 'Beltagy et al., "Longformer: The Long-Document Transformer", 2020'
     complexity = "O(L (window + sinks) (D + E)); state O((window + sinks) (D + E))"
-    instead_of_cross = "'softmax', 'performer' or 'nystrom'"
+    instead_of_cross = "'softmax', 'multipole' or 'performer'"
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
         {"window": 5},
         {"window": 3, "sinks": 2},

@@ -84,7 +84,7 @@ class Sparse(Mechanism):
         if q.shape[2] != k.shape[2]:
             raise ValueError(
                 f"sparse needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: in cross attention a query "
-                "has no place among the keys, so no pattern is around it. Use 'softmax', 'performer' or 'nystrom'"
+                "has no place among the keys, so no pattern is around it. Use 'softmax', 'multipole' or 'performer'"
             )
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
