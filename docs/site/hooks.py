@@ -2,8 +2,8 @@
 
 {{ facts NAME }}      equation, paper, cost and abilities of a mechanism, as `sq.describe` knows them
 {{ measured NAME }}   its error and time from data/mechanisms.json (python docs/site/measure.py)
-{{ experiment NAME METRIC STEPS }}   a metric of an experiment's runs after these steps, from data/experiments.json
-                      (python benchmarks/experiments.py keep)
+{{ experiment NAME METRIC STEPS -ROW }}   a metric of an experiment's runs after these steps, without some rows, from
+                      data/experiments.json (python benchmarks/experiments.py keep)
 {{ catalogue }}       the table of all mechanisms
 {{ contributing PART }}   a section of CONTRIBUTING.md
 """
@@ -125,12 +125,13 @@ def _measured(name: str) -> str:
 
 def _experiment(asked: str) -> str:
     """Rows in the order of their last figure, the best first; of several seeds the mean and the range."""
-    name, metric, *steps = asked.split()
+    name, metric, *rest = asked.split()
+    numbers = [int(step) for step in rest if not step.startswith("-")]
     data = json.loads((DOCS / "data" / "experiments.json").read_text(encoding="utf-8"))
     rows: dict[str, list[dict[str, Any]]] = {}
     for folder, run in data.items():
         experiment, label, _ = folder.split("/")
-        if experiment == name:
+        if experiment == name and f"-{label}" not in rest:
             rows.setdefault(label, []).append(run)
     if not rows:
         raise KeyError(f"data/experiments.json has no runs of {name!r}")
@@ -144,7 +145,6 @@ def _experiment(asked: str) -> str:
         mean = f"{sum(values) / len(values):.3f}"
         return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
-    numbers = [int(step) for step in steps]
     final = {label: sum(at(runs, numbers[-1])) / max(len(at(runs, numbers[-1])), 1) for label, runs in rows.items()}
     best_first = sorted(rows, key=lambda label: final[label], reverse=metric.startswith("accuracy"))
     head = ["", *(f"after {n:,} steps" if n else "before training" for n in numbers), "parameters", "seeds"]
