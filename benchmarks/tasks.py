@@ -12,8 +12,8 @@
     python benchmarks/tasks.py listops, documents         accuracy of a label for a long sequence
 
 Every table trains in `--out` (default results/tasks/NAME), resumes there when it is started again, and writes
-comparison.json and curves; it is printed as it stands in docs/experiments.md. Without --data the built-in data are used. The
-models are small, so that the defaults take minutes on one core; --steps, --seeds and the other options change that.
+comparison.json and curves; it is printed in the form of docs/experiments.md. Without --data the built-in data are
+used. The models are small, so that the defaults take minutes on one core; --steps, --seeds and the other options change that.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def table(run: Run, mechanisms: list[Any], out: Path, seeds: int = 1) -> dict[st
 
 
 def markdown(run: Run, result: dict[str, Any]) -> str:
-    """The metric at every validation, the mean over seeds and how far they lie apart, as a table of docs/experiments.md."""
+    """The metric at every validation, the mean over seeds and how far they lie apart, as a table of the docs."""
     metric, settings, runs = run.task.metric, run.settings, result["runs"]
     first = next(iter(runs.values()))
     steps = [record["step"] for record in first[0]["valid"]]

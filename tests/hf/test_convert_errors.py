@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from subquad.hf import convert, revert
+from subquad.hf.conversion.positions import learned_positions
 
 from .zoo import batch, make, real_logits, text
 
@@ -32,6 +33,15 @@ def test_a_model_without_attention() -> None:
         convert(nn.Sequential(nn.Linear(4, 4)), "linear")
     with pytest.raises(TypeError, match=r"model must be a torch module, got str: load it first.*from_pretrained"):
         convert("bert-base-uncased", "linear")  # type: ignore[type-var]
+
+
+def test_positions_of_another_tower_limit_nothing(model: Any) -> None:
+    assert learned_positions(model) == model.config.max_position_embeddings
+    model.config.__class__ = type("TwoTowers", (type(model.config),), {"sub_configs": {"audio_config": None}})
+    try:
+        assert learned_positions(model) is None
+    finally:
+        model.config.__class__ = type(model.config).__mro__[1]
 
 
 def test_layers(model: Any) -> None:

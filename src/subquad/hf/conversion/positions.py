@@ -56,7 +56,10 @@ class InterpolatedEmbedding(nn.Embedding):
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """How many tokens the longest table of learned positions serves; None: no table, or one that is interpolated."""
+    """How many tokens the longest table of learned positions serves; None: no table, or one that is interpolated, or a
+    model of several towers, whose table may not be that of the tokens."""
+    if getattr(getattr(model, "config", None), "sub_configs", None):
+        return None
     tables = [m for name, m in model.named_modules() if name.split(".")[-1] in _TABLES and isinstance(m, nn.Embedding)]
     if not tables or any(isinstance(table, InterpolatedEmbedding) for table in tables):
         return None
