@@ -13,7 +13,8 @@
 
 Every table trains in `--out` (default results/tasks/NAME), resumes there when it is started again, and writes
 comparison.json and curves; it is printed in the form of docs/experiments.md. Without --data the built-in data are
-used. The models are small, so that the defaults take minutes on one core; --steps, --seeds and the other options change that.
+used. The models are small, so that the defaults take minutes on one core; --steps, --seeds and the other options
+change that.
 """
 
 import argparse
