@@ -85,7 +85,7 @@ def check_tokens_join(earlier: Any, later: Any) -> None:
 def merge(earlier: Any, later: Any) -> Any:
     """The state of `earlier`'s tokens followed by `later`'s. Ordered and associative; neither argument changes.
 
-    >>> import subquad as sq
+    >>> import torch, subquad as sq
     >>> attn = sq.create("linear", head_dim=8)
     >>> k, v = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     >>> whole = attn.absorb(k, v)
