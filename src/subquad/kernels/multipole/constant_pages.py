@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native.operators import check_status
+from ..native.library import check_status
 from ..native.stateless import EMPTY_MASK
 from ..operator import Call
 from .constant import Bounded, Far, Memory, empty

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native.library import StridedTensor
-from ..native.operators import check_status
+from ..native.library import StridedTensor, check_status
 from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
 from ..operator import Call
 from .definition import Choices, Inspection, Spec

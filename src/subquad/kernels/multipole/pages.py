@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native.operators import check_status
+from ..native.library import check_status
 from ..native.stateless import EMPTY_MASK, write_shape, write_tensors
 from ..operator import Call
 from .definition import Choices, Spec

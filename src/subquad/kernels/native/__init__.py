@@ -21,8 +21,9 @@ from ..operator import Backend, Call
 from ..padding import real_keys
 from ..windowed_linear import WindowedLinear
 from . import library
+from .calls import NOWHERE, Results, call_forward
 from .maps import NO_MAP, NativeMap, fused, map_inputs, multiplied
-from .operators import NOWHERE, Results, attention, call_forward, functional_attention
+from .operators import attention, functional_attention
 from .step import linear_step, window_step
 
 __all__ = ["Native"]

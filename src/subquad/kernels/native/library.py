@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Call", "Map", "StridedTensor", "load", "missing"]
+__all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Call", "Map", "StridedTensor", "check_status", "load", "missing"]
 
 ABI = 8
 # Tokens per state that the causal forward stores for its backward.
@@ -149,3 +149,9 @@ def load() -> Any:
     if reason:
         raise RuntimeError(f"backend='native' is not available: {reason}")
     return _found["library"]
+
+
+def check_status(status: int) -> None:
+    """Raise what a call of the library reports."""
+    if status:
+        raise MemoryError("the native kernels could not allocate their working memory")

@@ -14,7 +14,7 @@ from ...features.elementwise import ElementwiseFeatures, LogFeatures
 from ...features.polynomial import PolynomialFeatures
 from ...features.random import ExponentialFeatures, GeneralisedFeatures
 from ..map_arrays import NOTHING, MapArrays, map_arrays
-from .operators import PACKED_SIZE, pack_maps
+from .calls import PACKED_SIZE, pack_maps
 
 __all__ = ["NO_MAP", "NativeMap", "fused", "map_inputs", "multiplied"]
 

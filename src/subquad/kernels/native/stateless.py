@@ -19,8 +19,8 @@ from torch import Tensor
 from ..checkpointing import tracing
 from ..operator import Backend, Call, differentiable_once
 from . import library
-from .library import DTYPES
-from .operators import check_status, narrow, widen_all
+from .library import DTYPES, check_status
+from .operators import narrow, widen_all
 
 __all__ = ["EMPTY_MASK", "Mask", "NativeBackend", "Operator", "write_mask", "write_shape", "write_tensors"]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...state import State, Sums, Tokens
 from . import library
-from .library import Call
+from .calls import make_call, write
+from .library import Call, check_status
 from .maps import NativeMap
-from .operators import check_status, make_call, write
 from .pool import new_states, states_exceed_caches
 
 __all__ = ["linear_step", "window_step"]
