@@ -78,7 +78,7 @@ EXPERIMENTS = (
             "multipole": Row(multipole(128, 8, 64)),
         },
         model=IMAGES,
-        settings={"steps": 1600, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 200, "valid_examples": 128},
+        settings={"steps": 1200, "batch": 8, "lr": 2e-3, "warmup": 50, "valid_every": 150, "valid_examples": 128},
     ),
     Experiment(
         name="text",
@@ -202,7 +202,7 @@ EXPERIMENTS = (
             "lion": Row("linear", settings={"optimizer": "lion", "lr": 3e-4}),
         },
         model={},
-        settings={"steps": 12000, "lr": 1e-3, "valid_every": 500, "precision": "no"},
+        settings={"steps": 6000, "lr": 1e-3, "valid_every": 500, "precision": "no"},
         seeds=3,
     ),
     Experiment(

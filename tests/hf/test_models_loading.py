@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import subquad as sq
@@ -269,7 +268,8 @@ def test_wrong_fields(fields, message):
 
 
 def test_without_transformers_or_with_another_major_version_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    # transformers imports itself a second time while it loads, so the module of this file may not be the present one.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     with pytest.raises(ImportError, match=r"transformers >=5.0,<6, found 4.57.6.*subquad\[hf\]"):
         importlib.reload(versions)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -58,6 +58,15 @@ def test_learned_positions_are_looked_up():
         layer(x, own + 2)
 
 
+def test_learned_positions_begin_as_large_as_the_embedding():
+    for tied in (False, True):
+        model = sq.nn.TransformerDecoder(
+            1, 2, 64, 50, "linear", positions="learned", max_length=64, tie_embeddings=tied, seed=0
+        )
+        ratio = model.positions.weight.detach().std() / model.embedding.weight.detach().std()
+        assert 0.8 < float(ratio) < 1.2
+
+
 def test_only_without_positions_the_order_is_unknown():
     x = torch.randn(1, 5, 16)
     for positions, options in (("none", {}), ("sinusoidal", {}), ("learned", {"max_length": 9}), ("rotary", {})):

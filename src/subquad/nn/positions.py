@@ -105,17 +105,20 @@ class SinusoidalPositions(nn.Module):
 class LearnedPositions(nn.Module):
     """One learned vector per position, for at most `max_length` of them.
 
+    std: of the first vectors, as large as those of the embedding that they are added to: from much smaller ones a model
+    takes long to learn where to look
+
     >>> LearnedPositions(4, 8)(torch.zeros(1, 9, 8), torch.arange(9))
     Traceback (most recent call last):
         ...
     ValueError: the sequence reaches 9 positions, but only max_length=4 are learned; ...
     """
 
-    def __init__(self, max_length: int, dim: int) -> None:
+    def __init__(self, max_length: int, dim: int, std: float = 1.0) -> None:
         super().__init__()
         self.max_length = max_length
         self.weight = nn.Parameter(torch.empty(max_length, dim))
-        nn.init.normal_(self.weight, std=dim**-0.5)
+        nn.init.normal_(self.weight, std=std)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (B, L, dim) plus the vectors of positions (L,) or (B, L)."""

@@ -165,16 +165,17 @@ class Stack(Model):
         self.config = config
         self.checkpointing = False
         self.embedding = None
+        spread = config.dim**-0.5 if config.tie_embeddings else 1.0  # tied: logits of order 1
         if config.vocab is not None:
             self.embedding = nn.Embedding(config.vocab, config.dim)
             if config.tie_embeddings:
-                nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)  # logits of order 1
+                nn.init.normal_(self.embedding.weight, std=spread)
         self.positions: nn.Module | None = None
         if config.positions == "sinusoidal":
             self.positions = SinusoidalPositions(config.dim)
         elif config.positions == "learned":
             assert config.max_length is not None
-            self.positions = LearnedPositions(config.max_length, config.dim)
+            self.positions = LearnedPositions(config.max_length, config.dim, spread)
         own = layer_mechanisms(config, config.seed, self.kind, is_causal=is_causal)
         cross: list[Any] = [None] * config.layers
         if config.cross_mechanism is not None:
