@@ -1,4 +1,4 @@
-"""Relative output error of every mechanism at settings that take the same time, with uniform attention beside it.
+"""Relative squared error of every mechanism at settings that take the same time, with uniform attention beside it.
 
     python benchmarks/accuracy.py --json results/accuracy.json
 
@@ -7,12 +7,11 @@ length; each mechanism climbs its own ladder of settings and is shown at the lar
 its smallest setting, with its time, where none fits). Times are taken once per length, on flat isotropic inputs.
 
 Inputs: isotropic Gaussian, or a spectrum falling as 1/l^2; flat (scores of standard deviation 0.5) or sharp (2.5).
-Values are N(0, 1). Error is |out - exact| / |exact| in the Frobenius norm, mean and standard deviation over `--seeds`
-draws of inputs, projections and calibration samples together: 0 is exact, uniform attention is what a mechanism must
-beat. `kernel of its own` marks mechanisms that do not estimate softmax attention (or, untrained, cannot): their error
-says what swapping them in without training does, nothing about training. The last output is the table of
-docs/accuracy.md. With --clock cpu time is that of the process on all its threads: use it, with --threads 1, where other
-processes share the machine.
+Values are N(0, 1). Error is |out - exact|^2 / |exact|^2, the mean over `--seeds` draws of inputs, projections and
+calibration samples together: 0 is exact, uniform attention is what a mechanism must beat. `kernel of its own` marks
+mechanisms that do not estimate softmax attention (or, untrained, cannot): their error says what swapping them in
+without training does, nothing about training. The last output are the tables of docs/accuracy.md. With --clock cpu time
+is that of the process on all its threads: use it, with --threads 1, where other processes share the machine.
 """
 
 import argparse
@@ -50,6 +49,14 @@ LADDERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "lsh": ladder("lsh", "rounds", [1, 2, 4, 8], shared_qk=False, seed=0),
     "clustered": ladder("clustered", "clusters", [8, 16, 25, 50, 100, 200], seed=0),
     "improved-clustered": ladder("improved-clustered", "clusters", [8, 16, 25, 50, 100, 200], seed=0),
+    "multipole": [
+        ("multipole", {"chunk": chunk, "clusters": clusters, "exact_keys": exact, "seed": 0})
+        for chunk, clusters, exact in (
+            *((2048, 16, 32), (2048, 16, 64), (2048, 24, 64), (2048, 32, 128)),
+            *((1024, 24, 64), (1024, 24, 128), (512, 24, 128), (512, 24, 256)),
+        )
+    ],
+    "multipole, default options": [("multipole", {"seed": 0})],
     "nystrom": ladder("nystrom", "landmarks", [8, 16, 32, 64, 128]),
     "hybrid, sderf far": [
         ("hybrid", {"window": window, "sinks": 4, "far": far})
@@ -125,7 +132,7 @@ def errors(length: int, spectrum: str, sharpness: float, seed: int, chosen: dict
     exact = sq.attention(q, k, v, "softmax")
 
     def error(out: Tensor) -> float:
-        return float((out - exact).norm() / exact.norm())
+        return float((out - exact).square().sum() / exact.square().sum())
 
     found = {"uniform attention": error(uniform_attention(q, k, v))}
     for label, i in chosen.items():
@@ -166,21 +173,26 @@ def measure(length: int, runs: int, seeds: int, clock: str) -> list[dict[str, An
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: a line per mechanism, a column per length, spectrum and sharpness."""
-    columns = list(dict.fromkeys((row["length"], row["spectrum"], row["score_sd"]) for row in rows))
-    names = [f"{n} {s.removesuffix('tropic')} {'flat' if sd < 1 else 'sharp'}" for n, s, sd in columns]
-    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for label in dict.fromkeys(row["label"] for row in rows):
-        cells = []
-        for column in columns:
-            row = next(r for r in rows if (r["length"], r["spectrum"], r["score_sd"], r["label"]) == (*column, label))
-            late = f" ({row['time_over_budget']:.1f}x)" if row["time_over_budget"] > SLACK else ""
-            cells.append(f"{row['error']:.2f} ± {row['error_sd']:.2f}{late}")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    times = {row["length"]: f"{row['softmax_over_budget']:.1f}x" for row in rows}
-    lines.append("| *softmax, time* | " + " | ".join(times[column[0]] for column in columns) + " |")
-    return "\n".join(lines)
+def _two_digits(error: float) -> str:
+    return f"{error:.0f}" if error >= 9.5 else f"{error:#.2g}"
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table per length: a line per mechanism, a column per kind of input, and the time in budgets."""
+    parts = []
+    for length in dict.fromkeys(row["length"] for row in rows):
+        here = [row for row in rows if row["length"] == length]
+        kinds = list(dict.fromkeys((row["spectrum"], row["score_sd"]) for row in here))
+        names = [f"{'flat' if sd < 1 else 'sharp'}, {spectrum}" for spectrum, sd in kinds]
+        lines = [f"| {length} tokens | time | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+        for label in dict.fromkeys(row["label"] for row in here):
+            found = {(row["spectrum"], row["score_sd"]): row for row in here if row["label"] == label}
+            time = next(iter(found.values()))["time_over_budget"]
+            cells = [_two_digits(found[kind]["error"]) for kind in kinds]
+            lines.append(f"| {label} | {f'{time:.1f}' if time else ''} | " + " | ".join(cells) + " |")
+        lines.append(f"| softmax | {here[0]['softmax_over_budget']:.1f} | " + " | ".join("0" for _ in kinds) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def main() -> int:
@@ -205,7 +217,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted: the lengths that were finished are kept", file=sys.stderr)
         return 130
-    print("\n" + table(record["rows"]))
+    print("\n" + tables(record["rows"]))
     return 0
 
 

@@ -5,9 +5,9 @@
     python benchmarks/planning.py times --json results/planning.json --page docs/planning-results.md
     python benchmarks/planning.py before OLD_SRC --json results/planning.json --model ...
 
-`planning_kinds.py` has the inputs: laws, and with `--model` (repeat it) the layers of pretrained models on a text. For
-every kind the plan for an error of 0.05 is made on one sample. On two fresh inputs of the same kind its first choice,
-created with the seed that it names and calibrated on the sample, must have a mean error of at most 1.2 times the
+`planning_kinds.py` has the inputs: synthetic ones, and with `--model` (repeat it) the layers of pretrained models on a
+text. For every kind the plan for an error of 0.05 is made on one sample. On two fresh inputs of the same kind its first
+choice, created with the seed that it names and calibrated on the sample, must have a mean error of at most 1.2 times the
 target, and take at most 1.5 times as long as the fastest of all settings that meet the target there; softmax attention
 is one of them.
 
@@ -256,8 +256,32 @@ def summary(record: dict[str, Any], names: Iterable[str]) -> str:
 
         before = counted(lambda name, n: record["before"][name][n])
         now = counted(lambda name, n: record["answers"][name]["at"][n] == "softmax")
-        text += f"; on {len(known)} of the kinds the planner before multipole was asked too: {before}, now {now}"
+        text += (
+            f". On {len(known)} of these inputs an older planner without `multipole` was also run: it answered softmax "
+            f"for {before} tokens; the present one for {now}"
+        )
     return text + "."
+
+
+INTRODUCTION = """\
+# Results of the planner
+
+The first choice of `sq.plan` for an error of 0.05 against a search over all its candidates, on synthetic
+inputs (`benchmarks/planning_kinds.py` says what their names mean) and on layers captured from pretrained
+models, none of them used to build it. A plan is good if, on fresh inputs, its first choice has an error of at
+most 1.2 times the target and takes at most 1.5 times as long as the fastest of all settings that meet it there.
+Plans for 4096 and 16384 tokens from a shorter input are extrapolated from it.
+
+```sh
+python benchmarks/planning.py errors --json results/planning.json --model NAME FOLDER TEXT LENGTH
+python benchmarks/planning.py times --json results/planning.json --page docs/planning-results.md
+```
+
+Each row is one kind of input. *First choice* is the plan's answer; *error / target* should be at most 1.2,
+*time / fastest* at most 1.5; *softmax / time* is how many times as fast as softmax attention it is. Bold: the
+plan is not good, and the fastest setting that meets the target follows in brackets. (*time / fastest* below 1:
+a choice that misses the target may be faster than all that meet it.)
+"""
 
 
 def page(record: dict[str, Any]) -> str:
@@ -265,19 +289,7 @@ def page(record: dict[str, Any]) -> str:
     host, kinds = record["machine"], record["kinds"]
     groups = dict.fromkeys(kind["group"] for kind in kinds.values())
     lines = [
-        "# Results of the planner",
-        "",
-        "The first choice of `sq.plan` for an error of 0.05 against a search over all its candidates, on laws of",
-        "queries and keys (`benchmarks/planning_kinds.py`) and on layers captured from pretrained models, none of them",
-        "used to build it. A plan is good if, on fresh inputs, its first choice has an error of at most 1.2 times the",
-        "target and takes at most 1.5 times as long as the fastest of all settings that meet it there. Plans for 4096",
-        "and 16384 tokens from a shorter input are extrapolated from it.",
-        "",
-        "```sh",
-        "python benchmarks/planning.py errors --json results/planning.json --model NAME FOLDER TEXT LENGTH",
-        "python benchmarks/planning.py times --json results/planning.json --page docs/planning-results.md",
-        "```",
-        "",
+        INTRODUCTION,
         f"Machine: {host['processor']}, {host['cores']} cores, threads: {host['threads']}, torch {host['torch']}.",
         "",
         f"All: {summary(record, kinds)}",

@@ -1,4 +1,4 @@
-"""The inputs of `planning.py`: laws of queries and keys, and layers of pretrained models. None was used to build it."""
+"""The inputs of `planning.py`: synthetic queries and keys, and layers of pretrained models; none built the planner."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ Make = Callable[[Tensor, Tensor, torch.Generator, torch.Generator], Pair]
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A law of inputs; what belongs to the kind (means, centres, paths) is the same for every seed."""
+    """A distribution of inputs; what belongs to the kind (means, centres, paths) is the same for every seed."""
 
     make: Make
     head_dim: int = 64
@@ -28,7 +28,7 @@ class Kind:
     length: int = 4096
     heads: int = 2
     kv_heads: int = 2
-    group: str = "laws"
+    group: str = "synthetic inputs"
     scale: float | None = None
 
     @property
