@@ -7,9 +7,9 @@
 
 `planning_kinds.py` has the inputs: synthetic ones, and with `--model` (repeat it) the layers of pretrained models on a
 text. For every kind the plan for an error of 0.05 is made on one sample. On two fresh inputs of the same kind its first
-choice, created with the seed that it names and calibrated on the sample, must have a mean error of at most 1.2 times the
-target, and take at most 1.5 times as long as the fastest of all settings that meet the target there; softmax attention
-is one of them.
+choice, created with the seed that it names and calibrated on the sample, must have a mean error of at most 1.2 times
+the target, and take at most 1.5 times as long as the fastest of all settings that meet the target there; softmax
+attention is one of them.
 
 errors   everything that does not depend on times, may run beside other work, and goes on where it stopped: the errors
          that plans find, those of their choices on fresh inputs, and of each row of candidates the cheapest setting
