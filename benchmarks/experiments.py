@@ -5,7 +5,8 @@
     python benchmarks/experiments.py run              the queue: one run at a time, in the background of other work
     python benchmarks/experiments.py time             seconds per step of each, on a quiet machine, for time axes
     python benchmarks/experiments.py pages            results and pages of what is there
-    python benchmarks/experiments.py keep             finished runs, without their training curves, to docs/data
+    python benchmarks/experiments.py keep             finished runs, without their training curves, to docs/data, and
+                                                      the curves of all that were kept to docs/figures/experiments
 
 Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
 after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
@@ -42,7 +43,7 @@ from subquad.lab import interleave, machine, write_json
 from subquad.lab.measure import CLOCKS
 from subquad.train import Run
 from subquad.train.collection import collect, comparison_table
-from subquad.train.curves import draw_page
+from subquad.train.curves import draw_curves, draw_page
 from subquad.train.data import batches
 from subquad.train.optimizers import make_optimizer
 
@@ -228,8 +229,7 @@ def _now() -> str:
 
 def pages(args: argparse.Namespace, quiet: bool = False) -> None:
     """results.json and a page per experiment."""
-    path = args.out / "step_seconds.json"
-    paces = json.loads(path.read_text(encoding="utf-8"))["step_seconds"] if path.is_file() else {}
+    paces = _step_seconds(args)
     for one in chosen(args):
         groups: dict[str, list[dict[str, Any]]] = {}
         for job in one.jobs():
@@ -275,14 +275,49 @@ def keep(args: argparse.Namespace) -> None:
                 **{name: found[name] for name in figures}, "valid": curve,
             }  # fmt: skip
             print(f"{job.folder}: {found['metrics']}", flush=True)
+        paces = _step_seconds(args).get(one.name, {})
+        levels = args.out / one.name / "results.json"
+        for job in one.jobs():
+            if job.folder in kept and job.label in paces:
+                kept[job.folder]["step_seconds"] = paces[job.label]
+            if job.folder in kept and levels.is_file():
+                kept[job.folder]["baselines"] = json.loads(levels.read_text(encoding="utf-8"))["baselines"]
     write_json(path, dict(sorted(kept.items())))
+    for one in chosen(args):
+        draw_kept(one, kept)
+
+
+def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
+    """Curves of an experiment's kept runs; against time where the seconds per step of every row are known."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for job in one.jobs():
+        if job.folder in kept:
+            runs.setdefault(job.label, []).append(kept[job.folder])
+    if not runs:
+        return
+    task = one.jobs()[0].run(Path("data")).task
+    first = [found[0] for found in runs.values()]
+    paces = {label: found[0]["step_seconds"] for label, found in runs.items() if "step_seconds" in found[0]}
+    result = {
+        "metric": task.metric, "larger_is_better": task.larger_is_better, "runs": runs,
+        "step_seconds": paces if len(paces) == len(runs) else {}, "baselines": first[0].get("baselines", {}),
+    }  # fmt: skip
+    folder = Path(__file__).parent.parent / "docs/figures/experiments"
+    folder.mkdir(exist_ok=True)
+    draw_curves(result, folder / f"{one.name}.svg")
+
+
+def _step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """What `time` measured: seconds by experiment and row."""
+    path = args.out / "step_seconds.json"
+    found: dict[str, dict[str, float]] = {}
+    return json.loads(path.read_text(encoding="utf-8"))["step_seconds"] if path.is_file() else found
 
 
 def measure(args: argparse.Namespace) -> None:
     """Forward, backward and update of one batch of every run, those of an experiment in turn; best of `--rounds`."""
     torch.set_num_threads(args.threads)
-    path = args.out / "step_seconds.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["step_seconds"] if path.is_file() else {}
+    path, found = args.out / "step_seconds.json", _step_seconds(args)
     for one in chosen(args):
         calls = {}
         for job in one.jobs():

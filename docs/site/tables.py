@@ -157,11 +157,15 @@ def _experiment(asked: str) -> str:
 
     final = {label: sum(at(runs, numbers[-1])) / max(len(at(runs, numbers[-1])), 1) for label, runs in rows.items()}
     best_first = sorted(rows, key=lambda label: final[label], reverse=metric.startswith("accuracy"))
-    head = ["", *(f"after {n:,} steps" if n else "before training" for n in numbers), "parameters", "seeds"]
+    timed = all("step_seconds" in runs[0] for runs in rows.values())
+    head = ["", *(f"after {n:,} steps" if n else "before training" for n in numbers)]
+    head += ["seconds per step"] * timed + ["parameters", "seeds"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for label in best_first:
         runs = rows[label]
-        cells = [label, *(cell(at(runs, n)) for n in numbers), f"{runs[0]['parameters']:,}", str(len(runs))]
+        cells = [label, *(cell(at(runs, n)) for n in numbers)]
+        cells += [f"{runs[0]['step_seconds']:.2g}"] if timed else []
+        cells += [f"{runs[0]['parameters']:,}", str(len(runs))]
         lines.append(f"| {' | '.join(cells)} |")
     first = next(iter(rows.values()))[0]
     where = f"{max(run['date'] for runs in rows.values() for run in runs)[:10]}, {first['machine']['processor']}"

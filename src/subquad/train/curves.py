@@ -20,13 +20,16 @@ from .. import checks
 from ..files import replacing, write_text
 from .collection import comparison_rows
 
-__all__ = ["draw_page", "envelope"]
+__all__ = ["draw_curves", "draw_page", "envelope"]
 
 # Okabe and Ito's colours, which are told apart without red and green; then the same again, dashed.
 _COLOURS = ("#1b1d22", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#c98a00", "#56b4e9", "#882255")
 _DASHES = ("-", "--", ":")
 
 Curve = tuple[np.ndarray, np.ndarray]
+# What a panel shows: which records, which of their figures (None = the task's metric), and against what.
+Panel = tuple[str, str | None, str]
+VALIDATION: tuple[Panel, ...] = (("valid", None, "steps"), ("valid", None, "time"))
 
 
 def envelope(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -98,18 +101,17 @@ def _plot(axes: Any, result: Mapping[str, Any], kind: str, name: str, against: s
     axes.grid(alpha=0.25)
 
 
-def _figure(result: Mapping[str, Any]) -> Any:
+def _figure(result: Mapping[str, Any], panels: Sequence[Panel]) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise checks.missing_package("a page of curves", "matplotlib", "lab") from None
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = (("valid", result["metric"], "steps"), ("valid", result["metric"], "time"), ("train", "loss", "steps"))
-    axes = figure.subplots(1, 3)
+    axes = figure.subplots(1, len(panels))
     for one, (kind, name, against) in zip(axes, panels, strict=True):
-        _plot(one, result, kind, name, against)
+        _plot(one, result, kind, name or result["metric"], against)
     handles, labels = max((one.get_legend_handles_labels() for one in axes), key=lambda pair: len(pair[0]))
     if handles:  # none while nothing was recorded
         figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
@@ -156,13 +158,22 @@ def _page(result: Mapping[str, Any], drawing: str) -> str:
     )
 
 
+def draw_curves(result: Mapping[str, Any], path: Path) -> None:
+    """The metric against steps and against time, as `draw_page` draws them, into one SVG file.
+
+    Of `result` it needs `metric`, `larger_is_better` and, in `runs`, the validations of every run: `valid`.
+    """
+    with replacing(path) as draft:
+        _figure(result, VALIDATION).savefig(draft, format="svg", metadata={"Date": None})
+
+
 def draw_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write the plots and the page of `compare`'s or `collect`'s result into `folder`; returns their paths.
 
     `result["step_seconds"]`, seconds per step by label, replaces the time that the runs took, which may have met other
     work on the machine; `result["baselines"]`, the metric by name, are levels to compare with.
     """
-    figure = _figure(result)
+    figure = _figure(result, (*VALIDATION, ("train", "loss", "steps")))
     picture, vectors, page = (folder / name for name in ("curves.png", "curves.svg", "index.html"))
     with replacing(picture) as draft:
         figure.savefig(draft, dpi=120, format="png")
