@@ -159,7 +159,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
                         [p.time for p in part], [max(p.error, 1e-4) for p in part], **style[line]
                     )
             (mean,) = (point.error for point in here if point.mechanism == "uniform")
-            handles["mean of the values (no attention)"] = axis.axhline(mean, color="black", linestyle=":", linewidth=1)
+            handles["uniform attention"] = axis.axhline(mean, color="black", linestyle=":", linewidth=1)
             handles["time of torch's softmax attention"] = axis.axvline(1, color="black", linewidth=1)
             axis.set(
                 xscale="log", yscale="log", ylim=(2e-4, 2), title=f"{length} tokens, {'causal' if causal else 'full'}"
