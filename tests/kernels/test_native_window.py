@@ -322,6 +322,22 @@ def test_operators_are_registered_correctly(monkeypatch: pytest.MonkeyPatch) -> 
     torch.library.opcheck(operators.attention, (*calls[0], True), test_utils=checks)
 
 
+@pytest.mark.parametrize(("far", "native_is_taken"), [("hedgehog", True), ({"mechanism": "taylor", "degree": 1}, True),
+                                                       ({"mechanism": "taylor", "degree": 2}, False)])  # fmt: skip
+def test_features_that_torch_computes_are_stored_if_they_are_few(
+    far: Any, native_is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attn = sq.create("hybrid", 16, 1, window=4, sinks=1, far=far)
+    q, k, v = draw(1, 1, 1, 30, 16, 6)
+    used = []
+    run = native.call_forward
+    monkeypatch.setattr(native, "call_forward", lambda *a, **b: (used.append(1), run(*a, **b))[1])
+    with torch.no_grad():
+        out = attn(q, k, v, is_causal=True)
+    assert bool(used) is native_is_taken
+    assert torch.allclose(out, attn(q, k, v, is_causal=True, backend="reference"), atol=1e-5)
+
+
 def test_the_fastest_backend_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     attn = make(FAR[0], 8, 1, 1, window=4, sinks=1)
     q, k, v = draw(1, 1, 1, 30, 8, 6)

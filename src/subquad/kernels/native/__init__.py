@@ -30,6 +30,8 @@ __all__ = ["Native"]
 
 # Opened here and not at the first call, which may happen inside torch.compile. It takes less than a millisecond.
 library.missing()
+# Stored features per component of a key, at most, where another backend could do without storing any.
+MOST_STORED = 4
 NO_MASK = torch.empty(0, dtype=torch.bool)
 NO_PLACES = torch.empty(0, dtype=torch.int64)
 
@@ -117,7 +119,10 @@ class Native(Backend[WindowedLinear]):
         if call.chunk_size is not None:
             return False
         phi = spec.feature_map
-        return phi is None or fused(phi) or (spec.window is None and multiplied(phi))
+        if phi is None or fused(phi) or (spec.window is None and multiplied(phi)):
+            return True
+        # Features that torch computes are stored: as long as they are few, that costs less than the chunked loop.
+        return phi.num_features <= MOST_STORED * tensors[0].shape[-1]
 
     def attend(self, spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if spec.window is None:
