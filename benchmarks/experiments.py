@@ -6,7 +6,7 @@
     python benchmarks/experiments.py time             seconds per step of each, on a quiet machine, for time axes
     python benchmarks/experiments.py pages            results and pages of what is there
     python benchmarks/experiments.py keep             finished runs, without their training curves, to docs/data, and
-                                                      the curves of all that were kept to docs/figures/experiments
+                                                      their curves and samples to docs/figures/experiments
 
 Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
 after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
@@ -37,6 +37,8 @@ import torch
 from experiments_baselines import baselines
 from experiments_jobs import Experiment, Job
 from experiments_list import EXPERIMENTS
+from matplotlib.figure import Figure
+from matplotlib.image import imread
 
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
@@ -47,6 +49,7 @@ from subquad.train.curves import draw_curves, draw_page
 from subquad.train.data import batches
 from subquad.train.optimizers import make_optimizer
 
+FIGURES = Path(__file__).parent.parent / "docs/figures/experiments"
 DONE = ("finished", "stopped", "diverged")
 
 
@@ -285,6 +288,7 @@ def keep(args: argparse.Namespace) -> None:
     write_json(path, dict(sorted(kept.items())))
     for one in chosen(args):
         draw_kept(one, kept)
+        draw_samples(one, args.out)
 
 
 def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
@@ -302,9 +306,22 @@ def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
         "metric": task.metric, "larger_is_better": task.larger_is_better, "runs": runs,
         "step_seconds": paces if len(paces) == len(runs) else {}, "baselines": first[0].get("baselines", {}),
     }  # fmt: skip
-    folder = Path(__file__).parent.parent / "docs/figures/experiments"
-    folder.mkdir(exist_ok=True)
-    draw_curves(result, folder / f"{one.name}.svg")
+    FIGURES.mkdir(exist_ok=True)
+    draw_curves(result, FIGURES / f"{one.name}.svg")
+
+
+def draw_samples(one: Experiment, out: Path) -> None:
+    """Grids of drawn images of all rows beside each other, where the runs have left some."""
+    found = {job.label: out / job.folder / "samples.png" for job in one.jobs() if job.seed == 0}
+    found = {label: path for label, path in found.items() if path.is_file()}
+    if not found:
+        return
+    figure = Figure(figsize=(1.9 * len(found), 2.2), layout="constrained")
+    for axes, (label, path) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        axes.imshow(imread(path), cmap="gray", interpolation="nearest")
+        axes.set_title(label, fontsize=9)
+        axes.axis("off")
+    figure.savefig(FIGURES / f"{one.name}-samples.png", dpi=110)
 
 
 def _step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:

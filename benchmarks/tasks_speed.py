@@ -26,6 +26,7 @@ RECOMPUTED = "recomputed"
 FORMS = (
     ("linear", "recurrent"),
     ("performer", "recurrent"),
+    ("multipole", "all keys"),
     ("softmax", "KV cache"),
     ("linear", RECOMPUTED),
     ("softmax", RECOMPUTED),
@@ -42,7 +43,7 @@ def generation(args: argparse.Namespace) -> None:
         figures: dict[str, dict[str, float]] = {}
         for name, form in FORMS:
             torch.manual_seed(0)
-            fields = {**Images.model, **GENERATING, "mechanism": name, "seed": 0, "max_length": length}
+            fields = {**Images.model, **GENERATING, "mechanism": name, "seed": 0}
             model = ImageModel(10, fields).eval()
             model.complete(
                 torch.zeros(count, 0, dtype=torch.int64), 2, recompute=form == RECOMPUTED
@@ -70,7 +71,7 @@ def _image_seconds(args: argparse.Namespace, model: ImageModel, count: int, leng
 
 
 def draw_generation(rows: Mapping[str, Any], folder: Path) -> None:
-    """Throughput and latency by form, a group of bars per length: generation.png."""
+    """Throughput and latency by form, a group of bars per length: generation.svg."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,8 +93,8 @@ def draw_generation(rows: Mapping[str, Any], folder: Path) -> None:
         axes.set(xscale="log", title=title)
         axes.grid(axis="x", alpha=0.3)
     axes.legend()
-    with replacing(folder / "generation.png") as draft:
-        figure.savefig(draft, dpi=120, format="png")
+    with replacing(folder / "generation.svg") as draft:
+        figure.savefig(draft, format="svg", metadata={"Date": None})
 
 
 def _how(args: argparse.Namespace) -> str:

@@ -25,6 +25,14 @@ def test_every_optimizer_trains_and_resumes_to_the_same_bits(name: str, tmp_path
     assert all(torch.equal(x, last[key]) for key, x in tensors(tmp_path, 6).items())
 
 
+def test_weight_decay_is_off_where_it_would_be_added_to_the_gradient() -> None:
+    """There it is a penalty that Adam's normalisation makes large: small gradients would be all decay."""
+    found = {name: Settings(optimizer=name).weight_decay for name in OPTIMIZERS}
+    assert found == {"adamw": 0.01, "adam": 0.0, "radam": 0.01, "nadam": 0.01, "lion": 0.01, "sgd": 0.0}
+    assert Settings(optimizer="adam", weight_decay=0.1).weight_decay == 0.1
+    assert Settings.from_dict(Settings(optimizer="sgd").to_dict()).weight_decay == 0.0
+
+
 def test_the_names_are_different_optimizers() -> None:
     model = torch.nn.Linear(2, 2)
     kinds = [type(make_optimizer(model, Settings(optimizer=name))) for name in OPTIMIZERS]

@@ -231,7 +231,7 @@ def hermite_error(degree: int, tau: Real) -> Tensor:
 
         1 - exp(-tau^2) sum_{j <= n} tau^{2j} / j!
 
-    Degree 0 is uniform attention: an approximation above hermite_error(0, tau) is worse than the plain mean of values.
+    Degree 0 is uniform attention: an approximation above hermite_error(0, tau) is worse than that.
 
     >>> [round(float(hermite_error(n, 1.0)), 3) for n in range(4)]
     [0.632, 0.264, 0.08, 0.019]

@@ -1,4 +1,4 @@
-"""What any approximation must beat: the plain mean of the values, and polynomials of the scores.
+"""What any approximation must beat: uniform attention (the mean of the values), and polynomials of the scores.
 
     uniform     1/n                                                    no features at all
     degree-1    (1 + s) e^{xbar.(y - ybar)}                            1 + D features

@@ -67,7 +67,7 @@ def _parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, A
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """The optimiser that `settings.optimizer` names; the loop sets its rate before every step."""
-    groups, betas = _parameter_groups(model, settings.weight_decay), (settings.beta1, settings.beta2)
+    groups, betas = _parameter_groups(model, settings.weight_decay or 0.0), (settings.beta1, settings.beta2)
     if settings.optimizer == "lion":
         return Lion(groups, betas=betas)
     if settings.optimizer == "sgd":

@@ -34,7 +34,8 @@ class Settings:
     accumulate:   parts that a process computes its share of a batch in: less memory, the same result
     optimizer:    adamw | adam | radam | nadam | lion | sgd
     lr, warmup, final_lr: its rate rises to `lr` over `warmup` steps, then falls as a cosine to `final_lr` times it
-    weight_decay: on matrices only; biases, norms and embeddings have none
+    weight_decay: on matrices only; biases, norms and embeddings have none. None = 0.01 where the optimiser decays
+                  weights directly, 0 for adam and sgd, which add it to the gradient
     beta1, beta2: of its averages (sgd: beta1 is the momentum)
     clip:         largest norm of the gradient; 0 = no limit
     precision:    no | bf16 | fp16 (mixed precision)
@@ -50,7 +51,7 @@ class Settings:
     lr: float = 1e-3
     warmup: int = 100
     final_lr: float = 0.1
-    weight_decay: float = 0.01
+    weight_decay: float | None = None
     beta1: float = 0.9
     beta2: float = 0.98
     clip: float = 1.0
@@ -65,6 +66,8 @@ class Settings:
             checks.check_positive(name, getattr(self, name))
         for name in ("warmup", "redraw_every", "seed"):
             checks.check_positive(name, getattr(self, name), least=0)
+        if self.weight_decay is None:
+            object.__setattr__(self, "weight_decay", 0.0 if self.optimizer in ("adam", "sgd") else 0.01)
         for name in ("lr", "weight_decay", "clip"):
             _check_number(name, getattr(self, name), 0)
         for name in ("final_lr", "beta1", "beta2"):

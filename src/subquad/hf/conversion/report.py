@@ -2,7 +2,7 @@
 
     error = |out - exact|^2 / |exact|^2    Frobenius norms over all real queries and heads of a layer
 
-Beside it, on the same tensors: `uniform`, the plain mean of the visible values, and `window_only`, exact attention
+Beside it, on the same tensors: `uniform` attention, the mean of the visible values, and `window_only`, exact attention
 inside the same window and sinks with nothing far away. A mechanism that does not beat both is not worth its cost.
 """
 
