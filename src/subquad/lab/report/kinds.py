@@ -1,4 +1,4 @@
-"""Kinds of queries and keys that the spectra and the recommendations are about: four laws, and a real model."""
+"""Kinds of queries and keys that the spectra and the recommendations are about: four synthetic, one real."""
 
 from __future__ import annotations
 

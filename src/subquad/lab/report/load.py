@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["BUSY", "Watch", "free_threads", "others", "sentence"]
+__all__ = ["BUSY", "Watch", "free_threads", "others", "sentence", "warnings"]
 
 BUSY = 0.35  # cores taken by others: below it a machine counts as quiet
 SAMPLE = 0.6  # seconds
@@ -86,3 +87,18 @@ def sentence(load: dict[str, Any]) -> str:
         "" if threads == usual else f" measured with {threads} thread{'' if threads == 1 else 's'} instead of {usual},"
     )
     return f"Other processes took {taken:.1f} of {cores} cores:{how} times are up to {factor:.2g}x too long."
+
+
+def warnings(machine: Mapping[str, Any], load: dict[str, Any]) -> list[str]:
+    """All that a reader must know before the times, for the page and the terminal.
+
+    >>> warnings({"native_kernels": True}, {})
+    []
+    >>> warnings({"native_kernels": False}, {})[0][:40]
+    'Measured without the native kernels: tor'
+    """
+    without = (
+        "Measured without the native kernels: torch computes everything, and multipole above all takes many times as "
+        "long as with them. They are compiled on installation where there is a C++ compiler (GCC 12 or Clang)."
+    )
+    return [*([] if machine.get("native_kernels", True) else [without]), *filter(None, [sentence(load)])]

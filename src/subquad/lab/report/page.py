@@ -10,7 +10,7 @@ from typing import Any
 
 from .figure import Figure
 from .findings import headline, star
-from .load import sentence
+from .load import warnings
 from .notebook import Notebook
 from .section import Rows, Section
 from .settings import NO_ATTENTION, Settings
@@ -116,11 +116,11 @@ def page(
         "styles": {key: style_of(key) for key in keys},
         "figures": [figure.as_dict() for figure in figures],
     }
-    missing, busy = _missing(notebook), sentence(notebook.load)
+    missing = _missing(notebook)
     interrupted = any("interrupted" in item["reason"] for item in notebook.skipped.values())
     main = "".join(
         [
-            f'<div class="warning" id="busy">{html.escape(busy)}</div>' if busy else "",
+            *(f'<div class="warning">{html.escape(text)}</div>' for text in warnings(notebook.machine, notebook.load)),
             missing if interrupted else "",
             *(_section(section, notebook, settings, rows) for section, rows in shown),
             "" if interrupted else missing,

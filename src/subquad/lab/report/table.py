@@ -10,7 +10,7 @@ from subquad.plain_text import aligned
 
 from .findings import headline
 from .kinds import KINDS
-from .load import sentence
+from .load import warnings
 from .notebook import Notebook
 from .sections import memory, speed, use
 from .settings import NO_ATTENTION, Settings
@@ -27,8 +27,7 @@ def _longest(notebook: Notebook, names: Sequence[str], kind: str, causal: bool) 
 def terminal_table(notebook: Notebook, settings: Settings, found: dict[str, Any]) -> str:
     """Times at the longest length, crossovers and memory; then the recommendation for each kind of input."""
     blocks = [" ".join(headline(found, settings))]
-    if busy := sentence(notebook.load):
-        blocks.append(busy)
+    blocks += warnings(notebook.machine, notebook.load)
     forms = [("forward, full", "forward", False), ("forward + backward, full", "training", False)]
     header, columns = ["mechanism"], []
     for words, kind, causal in forms:

@@ -260,7 +260,7 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
 SECTION = Section(
     NAME,
     "What to use",
-    "The fastest setting within an error budget, on a real model and on four laws of queries and keys. Error is "
+    "The fastest setting within an error budget, on a real model and on four synthetic distributions. Error is "
     "relative and squared: 0.01 means that one per cent of the output’s energy is wrong (of the attention matrix’s, "
     "where there are no values). The real heads are 32 wide, times are of the width measured here. Your own data may "
     "be none of these: <code>subquad plan</code> answers for it.",
