@@ -292,7 +292,7 @@ def keep(args: argparse.Namespace) -> None:
 
 
 def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
-    """Curves of an experiment's kept runs; against time where the seconds per step of every row are known."""
+    """Curves of an experiment's kept runs; time is that of the steps measured apart, where every row has it."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for job in one.jobs():
         if job.folder in kept:
@@ -300,11 +300,11 @@ def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
     if not runs:
         return
     task = one.jobs()[0].run(Path("data")).task
-    first = [found[0] for found in runs.values()]
     paces = {label: found[0]["step_seconds"] for label, found in runs.items() if "step_seconds" in found[0]}
+    levels = next(iter(runs.values()))[0].get("baselines", {})
     result = {
         "metric": task.metric, "larger_is_better": task.larger_is_better, "runs": runs,
-        "step_seconds": paces if len(paces) == len(runs) else {}, "baselines": first[0].get("baselines", {}),
+        "step_seconds": paces if len(paces) == len(runs) else {}, "baselines": levels,
     }  # fmt: skip
     FIGURES.mkdir(exist_ok=True)
     draw_curves(result, FIGURES / f"{one.name}.svg")

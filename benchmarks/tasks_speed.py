@@ -1,8 +1,8 @@
 """How fast the tasks' models run: images value by value, and a training step of speech.
 
 Started by benchmarks/tasks.py (`generation`, `speech-steps`); nothing is trained, so each takes less than three minutes
-of one quiet core. They print tables of docs/experiments.md. `--clock cpu --threads 1` reads the time of the process in
-place of the wall's, the only one worth reading where others use the machine.
+of one quiet core (images of 3072 values some twenty). They print tables of docs/experiments.md. `--clock cpu --threads
+1` reads the time of the process in place of the wall's, the only one worth reading where others use the machine.
 """
 
 import argparse
