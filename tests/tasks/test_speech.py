@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from torch import nn
 
 from subquad.tasks.audio_files import DIGITS, log_mel, spoken_tones
 from subquad.tasks.base import DataError, generator_for
-from subquad.tasks.speech import Speech, word_errors
+from subquad.tasks.speech import Speech, _BiLSTM, word_errors
 
 SHAPE = {"layers": 2, "heads": 2, "dim": 32, "seed": 0}
 
@@ -119,6 +120,23 @@ def test_the_baseline_has_as_many_parameters_and_ignores_padding() -> None:
             alone, _ = model.log_probabilities(frames[1:, :33], torch.tensor([33]))
         torch.testing.assert_close(both[1, : kept[1]], alone[0], rtol=1e-4, atol=1e-4)
     assert sizes["bilstm"] == pytest.approx(sizes["softmax"], rel=0.02)
+
+
+def test_the_baseline_is_torchs_bidirectional_lstm() -> None:
+    """Padded and turned within each length, it equals what torch computes of packed sequences."""
+    torch.manual_seed(0)
+    ours = _BiLSTM(layers=2, dim=8, parameters=2000).double()
+    theirs = nn.LSTM(8, ours.ahead[0].hidden_size, 2, batch_first=True, bidirectional=True).double()
+    weights = {}
+    for layer in range(2):
+        for lstm, suffix in ((ours.ahead[layer], ""), (ours.back[layer], "_reverse")):
+            weights |= {name.replace("l0", f"l{layer}{suffix}"): x for name, x in lstm.state_dict().items()}
+    theirs.load_state_dict(weights)
+    x, lengths = torch.randn(3, 12, 8, dtype=torch.float64), torch.tensor([12, 5, 1])
+    mask = torch.arange(12) < lengths.unsqueeze(-1)
+    packed = nn.utils.rnn.pack_padded_sequence(ours.norm(x), lengths, batch_first=True)
+    expected = ours.out(nn.utils.rnn.pad_packed_sequence(theirs(packed)[0], batch_first=True)[0])
+    torch.testing.assert_close(ours(x, key_mask=mask)[mask], expected[mask])
 
 
 def test_tones_of_different_digits_differ() -> None:

@@ -45,7 +45,11 @@ def word_errors(said: Sequence[str], heard: Sequence[str]) -> tuple[int, int]:
 
 
 class _BiLSTM(nn.Module):
-    """(B, L, dim) -> (B, L, dim), two directions, with about `parameters` parameters in `layers` layers."""
+    """(B, L, dim) -> (B, L, dim), two directions, with about `parameters` parameters in `layers` layers.
+
+    Padding comes last, so the forward direction never sees it; the backward one reads every sequence reversed within
+    its own length. torch computes padded sequences with one fused call, packed ones step by step: 14 times as slow.
+    """
 
     def __init__(self, layers: int, dim: int, parameters: int) -> None:
         super().__init__()
@@ -57,19 +61,24 @@ class _BiLSTM(nn.Module):
 
         hidden = min(range(1, 4 * dim), key=lambda h: abs(size(h) - parameters))
         self.norm = nn.LayerNorm(dim)  # as before every branch of the transformer it is compared with
-        self.lstm = nn.LSTM(dim, hidden, layers, batch_first=True, bidirectional=True)
+        widths = [dim] + [2 * hidden] * (layers - 1)
+        self.ahead = nn.ModuleList(nn.LSTM(width, hidden, batch_first=True) for width in widths)
+        self.back = nn.ModuleList(nn.LSTM(width, hidden, batch_first=True) for width in widths)
         with torch.no_grad():
             # Gates that are open at first: without, it stays long where every frame is blank (Jozefowicz et al., 2015).
-            for name, bias in self.lstm.named_parameters():
-                if name.startswith("bias_ih"):
-                    bias[hidden : 2 * hidden] = 1.0
+            for lstm in (*self.ahead, *self.back):
+                lstm.bias_ih_l0[hidden : 2 * hidden] = 1.0
         self.out = nn.Linear(2 * hidden, dim)
 
     def forward(self, x: Tensor, *, key_mask: Tensor) -> Tensor:
-        lengths = key_mask.sum(-1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(self.norm(x), lengths, batch_first=True, enforce_sorted=False)
-        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])
-        result: Tensor = self.out(out)
+        place = torch.arange(x.shape[1], device=x.device)
+        lengths = key_mask.sum(-1, keepdim=True)
+        reverse = torch.where(place < lengths, lengths - 1 - place, place).unsqueeze(-1)  # (B, L, 1), its own inverse
+        hidden = self.norm(x)
+        for ahead, back in zip(self.ahead, self.back, strict=True):
+            backward = back(hidden.take_along_dim(reverse, 1))[0].take_along_dim(reverse, 1)
+            hidden = torch.cat([ahead(hidden)[0], backward], -1)
+        result: Tensor = self.out(hidden)
         return result
 
 
