@@ -8,7 +8,7 @@ What stands between a mark and `<!-- end -->` is replaced:
 <!-- facts NAME -->      equation, paper, cost and abilities of a mechanism, as `sq.describe` knows them
 <!-- measured NAME -->   its error and time from data/mechanisms.json (python docs/site/measure.py)
 <!-- experiment NAME METRIC STEPS -ROW -->   a metric of an experiment's runs after these steps, without some rows, from
-                         data/experiments.json (python benchmarks/experiments.py keep)
+                         data/experiments.json (python benchmarks/experiments keep)
 <!-- catalogue -->       the table of all mechanisms
 <!-- contributing PART -->   a section of CONTRIBUTING.md
 """

@@ -107,6 +107,14 @@ def test_repeats_and_blanks_are_removed_and_errors_counted() -> None:
     assert word_errors(["zero zero one", "two"], ["zero one", "two two"]) == (2, 4)
 
 
+def test_a_model_begins_with_mostly_blank_frames() -> None:
+    """From equal chances, a model of utterances of 400 to 2400 frames ends up repeating one digit in place of it."""
+    model = Speech().build({**SHAPE, "mechanism": "linear"}).eval()
+    with torch.no_grad():
+        logs, _ = model.log_probabilities(torch.randn(2, 60, 40), torch.tensor([60, 60]))
+    assert float(logs[..., 0].exp().mean()) > 0.7
+
+
 def test_the_baseline_has_as_many_parameters_and_ignores_padding() -> None:
     task = Speech()
     sizes = {}

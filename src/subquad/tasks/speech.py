@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import checks
+from ..features.precision import full_precision, widened
 from ..nn.models import TransformerEncoder
 from .audio_files import DIGITS, Recording, list_recordings, log_mel, read_wav, spoken_tones
 from .base import SPLITS, UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad
@@ -118,6 +119,10 @@ class SpeechModel(TaskModel):
         self.reduce = nn.Conv1d(bins, dim, 2 * stride + 1, stride, padding=stride)
         self.nearby = nn.ModuleList(_Nearby(dim) for _ in range(nearby))
         self.head = nn.Linear(dim, len(units) + 1)
+        with torch.no_grad():
+            # Most frames are blank. From equal chances on, a model of long utterances learns to repeat one symbol in
+            # place of it (repeats are removed, too), and stays there.
+            self.head.bias[BLANK] = 4.0
         self.backbone: nn.Module = encoder
         if baseline:
             self.backbone = _BiLSTM(encoder.config.layers, dim, sum(p.numel() for p in encoder.parameters()))
@@ -131,7 +136,9 @@ class SpeechModel(TaskModel):
         for nearby in self.nearby:
             hidden = nearby(hidden, mask)
         hidden = self.backbone(hidden, key_mask=mask)
-        return self.head(hidden).float().log_softmax(-1), kept
+        # bfloat16 logits are off by some hundredths, alike in all frames of a pause, and the loss adds up thousands.
+        with full_precision(hidden):
+            return self.head(widened(hidden)).log_softmax(-1), kept
 
     def transcribe(self, logs: Tensor, lengths: Tensor) -> list[str]:
         """The most likely symbol of each frame, repeats and blanks removed."""

@@ -1,13 +1,14 @@
-"""How fast the tasks' models run: images value by value, and a training step of speech.
+"""Images generated value by value: a recurrent state, a key-value cache, and everything computed again for each value.
 
-Started by benchmarks/tasks.py (`generation`, `speech-steps`); nothing is trained, so each takes less than three minutes
-of one quiet core (images of 3072 values some twenty). They print tables of docs/experiments.md. `--clock cpu --threads
-1` reads the time of the process in place of the wall's, the only one worth reading where others use the machine.
+    python benchmarks/experiments/generation.py --threads 1 --values 784 3072
+
+Nothing is trained: 784 values take less than three minutes of one quiet core, 3072 some twenty. It prints the table of
+docs/experiments.md, and writes generation.json and generation.svg to `--out`. `--clock cpu --threads 1` reads the time
+of the process in place of the wall's, the only one worth reading where others use the machine.
 """
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,9 @@ from typing import Any
 import torch
 
 from subquad.files import replacing
-from subquad.lab import interleave, machine, write_json
-from subquad.lab.measure import CLOCKS, Timing
+from subquad.lab import machine, write_json
+from subquad.lab.measure import CLOCKS
 from subquad.tasks.images import ImageModel, Images
-from subquad.train import Run
-from subquad.train.data import validation_batches
 
 GENERATING = {"layers": 8, "heads": 8, "dim": 256}
 RECOMPUTED = "recomputed"
@@ -37,7 +36,7 @@ PARTS = 8
 
 def generation(args: argparse.Namespace) -> None:
     """Images value by value: seconds per image one at a time, and values per second in a batch, for every length."""
-    count = args.batch or 16
+    count = args.batch
     rows: dict[str, Any] = {"machine": machine(), "batch": count, "clock": args.clock, "lengths": {}}
     for length in args.values:
         figures: dict[str, dict[str, float]] = {}
@@ -117,19 +116,18 @@ def _recomputed(model: ImageModel, count: int, prefix: int) -> None:
     model.complete(torch.randint(0, 256, (count, prefix)), prefix + 1, recompute=True)
 
 
-def step_times(run: Run, mechanisms: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Timing]:
-    """Forward and backward of a batch of 8 utterances of speech with each mechanism, interleaved; prints the table."""
-    batch, _ = next(validation_batches(run.task, run.task.examples("valid"), count=8, share=8, process=0, processes=1))
-    calls: dict[str, Callable[[], object]] = {}
-    for label, choice in mechanisms.items():
-        torch.manual_seed(0)
-        model = replace(run, model={**run.model, "mechanism": choice}).build()
-        calls[label] = lambda model=model: model(batch)["loss"].backward()  # type: ignore[misc]
-    timings = interleave(calls, runs=10, warmup=2, clock=args.clock)
-    frames = batch["frames"].shape[1] // run.task.stride  # type: ignore[attr-defined]
-    print(f"8 utterances of up to {frames} frames, best of 10, {_how(args)}\n")
-    print("| | ms per step | relative to softmax | spread |\n|---|---|---|---|")
-    for label, timing in timings.items():
-        relative = timing.best / timings["softmax"].best
-        print(f"| {label} | {timing.best * 1e3:.0f} | {relative:.2f} | {timing.spread:.0%} |", flush=True)
-    return timings
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, nargs="+", default=[784], help="values of an image")
+    parser.add_argument("--batch", type=int, default=16, help="images at a time, for the throughput")
+    parser.add_argument("--out", type=Path, default=Path("results/generation"))
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    generation(args)
+
+
+if __name__ == "__main__":
+    main()

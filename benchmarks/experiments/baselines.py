@@ -1,6 +1,6 @@
 """What needs no attention: how frequent a token is, alone and after the one before it, counted in training examples.
 
-The levels that curves of benchmarks/experiments.py have to pass before they say anything about a mechanism.
+The levels that curves of benchmarks/experiments have to pass before they say anything about a mechanism.
 """
 
 from collections.abc import Iterator

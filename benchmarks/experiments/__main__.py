@@ -1,18 +1,18 @@
 """The sources' experiments at a size that shows something: a queue of training runs that can be stopped at any time.
 
-    python benchmarks/experiments.py list             every run in its order, its limit, and how far it is
-    python benchmarks/experiments.py try --steps 3    each for a few steps, in a folder of its own: does it work?
-    python benchmarks/experiments.py run              the queue: one run at a time, in the background of other work
-    python benchmarks/experiments.py time             seconds per step of each, on a quiet machine, for time axes
-    python benchmarks/experiments.py pages            results and pages of what is there
-    python benchmarks/experiments.py keep             finished runs, without their training curves, to docs/data, and
+    python benchmarks/experiments list             every run in its order, its limit, and how far it is
+    python benchmarks/experiments try --steps 3    each for a few steps, in a folder of its own: does it work?
+    python benchmarks/experiments run              the queue: one run at a time, in the background of other work
+    python benchmarks/experiments time             seconds per step of each, on a quiet machine, for time axes
+    python benchmarks/experiments pages            results and pages of what is there
+    python benchmarks/experiments keep             finished runs, without their training curves, to docs/data, and
                                                       their curves and samples to docs/figures/experiments
 
-Which runs there are stands in experiments_list.py. `run` skips what is finished, resumes what was interrupted, and ends
+Which runs there are stands in runs.py. `run` skips what is finished, resumes what was interrupted, and ends
 after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
 meanwhile; that is why time axes are steps times the seconds that `time` measured apart. `--only` and `--rows` pick
 experiments and rows by name, `--seeds 1` takes the first seed of each, `--hours` ends the queue after so long. Data lie
-below `--data` (benchmarks/tasks_data.py gets them).
+below `--data` (data.py gets them).
 
 Below `--out` (default results/experiments) every experiment has a folder with its runs, `results.json` (commands,
 seeds, curves, dates, machine) and a page, `index.html`.
@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments_baselines import baselines
-from experiments_jobs import Experiment, Job
-from experiments_list import EXPERIMENTS
+from baselines import baselines
+from jobs import Experiment, Job
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from runs import EXPERIMENTS
 
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
@@ -49,7 +49,8 @@ from subquad.train.curves import draw_curves, draw_page
 from subquad.train.data import batches
 from subquad.train.optimizers import make_optimizer
 
-FIGURES = Path(__file__).parent.parent / "docs/figures/experiments"
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES = DOCS / "figures/experiments"
 DONE = ("finished", "stopped", "diverged")
 
 
@@ -261,7 +262,7 @@ def pages(args: argparse.Namespace, quiet: bool = False) -> None:
 
 def keep(args: argparse.Namespace) -> None:
     """Commands, dates, seeds and validation curves of finished runs, added to those in docs/data/experiments.json."""
-    path = Path(__file__).parent.parent / "docs/data/experiments.json"
+    path = DOCS / "data/experiments.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for one in chosen(args):
         for job in one.jobs():

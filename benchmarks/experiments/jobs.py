@@ -1,4 +1,4 @@
-"""What a run of benchmarks/experiments.py is: a row of an experiment with a seed, as a command and as a `Run`."""
+"""What a run of the experiments is: a row of an experiment with a seed, as a command and as a `Run`."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Which runs benchmarks/experiments.py makes, most important first: per experiment a claim, settings, and rows.
+"""Which runs benchmarks/experiments makes, most important first: per experiment a claim, settings, and rows.
 
 A row is a label with a mechanism, and whatever else differs from the other rows. To add a mechanism to an experiment,
 add a row; one whose mechanism is not there is left out until it is. Settings are those of `subquad train`.
@@ -6,7 +6,7 @@ add a row; one whose mechanism is not there is left out until it is. Settings ar
 
 from typing import Any
 
-from experiments_jobs import Experiment, Row
+from jobs import Experiment, Row
 
 LINEAR_FAR = {"mechanism": "linear"}
 
@@ -98,6 +98,22 @@ EXPERIMENTS = (
         },
         model=TEXT,
         settings={"steps": 800, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 24},
+    ),
+    Experiment(
+        name="masked",
+        claim="masked text: linformer, which has no causal form, and lsh lose to performer (Choromanski et al.)",
+        task="text",
+        data="enwik8",
+        options={"length": 512, "masked": True},
+        rows={
+            "softmax": Row("softmax"),
+            "performer-256": Row(performer(256)),
+            "linformer-64": Row({"mechanism": "linformer", "length": 512, "rank": 64}),
+            "lsh-4": Row(lsh(4)),
+            "multipole": Row(multipole(128, 8, 64)),
+        },
+        model=SMALL_TEXT,
+        settings={"steps": 1000, "batch": 4, "lr": 1e-3, "warmup": 50, "valid_every": 100, "valid_examples": 64},
     ),
     Experiment(
         name="pretrained",

