@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,11 @@ def test_imported_names_exist(path: Path) -> None:
             for name in node.names:
                 if not hasattr(module, name.name):
                     importlib.import_module(f"{node.module}.{name.name}")
+
+
+def test_every_benchmark_is_in_the_index() -> None:
+    folder = ROOT / "benchmarks"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    names = {path.name for path in folder.iterdir() if path.suffix == ".py"}
+    assert {name for name in names if f"`{name}`" not in index} == set()
+    assert {name for name in re.findall(r"`(\w+\.py)`", index) if name not in names} == set()
