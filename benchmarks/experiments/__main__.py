@@ -35,9 +35,8 @@ from typing import Any
 
 import torch
 from baselines import baselines
+from figures import DOCS, draw_kept, draw_recall, draw_samples
 from jobs import Experiment, Job
-from matplotlib.figure import Figure
-from matplotlib.image import imread
 from runs import EXPERIMENTS
 
 import subquad as sq
@@ -45,12 +44,10 @@ from subquad.lab import interleave, machine, write_json
 from subquad.lab.measure import CLOCKS
 from subquad.train import Run
 from subquad.train.collection import collect, comparison_table
-from subquad.train.curves import draw_curves, draw_page
+from subquad.train.curves import draw_page
 from subquad.train.data import batches
 from subquad.train.optimizers import make_optimizer
 
-DOCS = Path(__file__).parents[2] / "docs"
-FIGURES = DOCS / "figures/experiments"
 DONE = ("finished", "stopped", "diverged")
 
 
@@ -290,39 +287,7 @@ def keep(args: argparse.Namespace) -> None:
     for one in chosen(args):
         draw_kept(one, kept)
         draw_samples(one, args.out)
-
-
-def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
-    """Curves of an experiment's kept runs; time is that of the steps measured apart, where every row has it."""
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for job in one.jobs():
-        if job.folder in kept:
-            runs.setdefault(job.label, []).append(kept[job.folder])
-    if not runs:
-        return
-    task = one.jobs()[0].run(Path("data")).task
-    paces = {label: found[0]["step_seconds"] for label, found in runs.items() if "step_seconds" in found[0]}
-    levels = next(iter(runs.values()))[0].get("baselines", {})
-    result = {
-        "metric": task.metric, "larger_is_better": task.larger_is_better, "runs": runs,
-        "step_seconds": paces if len(paces) == len(runs) else {}, "baselines": levels,
-    }  # fmt: skip
-    FIGURES.mkdir(exist_ok=True)
-    draw_curves(result, FIGURES / f"{one.name}.svg")
-
-
-def draw_samples(one: Experiment, out: Path) -> None:
-    """Grids of drawn images of all rows beside each other, where the runs have left some."""
-    found = {job.label: out / job.folder / "samples.png" for job in one.jobs() if job.seed == 0}
-    found = {label: path for label, path in found.items() if path.is_file()}
-    if not found:
-        return
-    figure = Figure(figsize=(1.9 * len(found), 2.2), layout="constrained")
-    for axes, (label, path) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        axes.imshow(imread(path), cmap="gray", interpolation="nearest")
-        axes.set_title(label, fontsize=9)
-        axes.axis("off")
-    figure.savefig(FIGURES / f"{one.name}-samples.png", dpi=110)
+        draw_recall(one, kept)
 
 
 def _step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:

@@ -1,0 +1,75 @@
+"""Figures of docs/experiments.md: curves of the kept runs, images that models drew, recall by pairs and state."""
+
+from pathlib import Path
+from typing import Any
+
+from jobs import Experiment
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from matplotlib.ticker import ScalarFormatter
+
+from subquad.train.curves import draw_curves
+
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES = DOCS / "figures/experiments"
+
+
+def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
+    """Curves of an experiment's kept runs; time is that of the steps measured apart, where every row has it."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for job in one.jobs():
+        if job.folder in kept:
+            runs.setdefault(job.label, []).append(kept[job.folder])
+    if not runs:
+        return
+    task = one.jobs()[0].run(Path("data")).task
+    paces = {label: found[0]["step_seconds"] for label, found in runs.items() if "step_seconds" in found[0]}
+    levels = next(iter(runs.values()))[0].get("baselines", {})
+    result = {
+        "metric": task.metric, "larger_is_better": task.larger_is_better, "runs": runs,
+        "step_seconds": paces if len(paces) == len(runs) else {}, "baselines": levels,
+    }  # fmt: skip
+    FIGURES.mkdir(exist_ok=True)
+    draw_curves(result, FIGURES / f"{one.name}.svg")
+
+
+def draw_samples(one: Experiment, out: Path) -> None:
+    """Grids of drawn images of all rows beside each other, where the runs have left some."""
+    found = {job.label: out / job.folder / "samples.png" for job in one.jobs() if job.seed == 0}
+    found = {label: path for label, path in found.items() if path.is_file()}
+    if not found:
+        return
+    figure = Figure(figsize=(1.9 * len(found), 2.2), layout="constrained")
+    for axes, (label, path) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        axes.imshow(imread(path), cmap="gray", interpolation="nearest")
+        axes.set_title(label, fontsize=9)
+        axes.axis("off")
+    figure.savefig(FIGURES / f"{one.name}-samples.png", dpi=110)
+
+
+def draw_recall(one: Experiment, kept: dict[str, Any]) -> None:
+    """Accuracy against the number of pairs, and with the most pairs against the bytes of the state, mean over seeds."""
+    if one.task != "recall":
+        return
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for job in one.jobs():
+        if job.folder in kept:
+            runs.setdefault(job.label, []).append(kept[job.folder])
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for label, found in runs.items():
+        pairs = sorted(int(name.removeprefix("accuracy_")) for name in found[0]["metrics"] if name[-1].isdigit())
+        means = [sum(run["metrics"][f"accuracy_{count}"] for run in found) / len(found) for count in pairs]
+        (line,) = left.plot(pairs, means, marker="o", label=label)
+        size = found[0]["artefacts"]["state_bytes"] / 1024
+        right.plot(size, means[-1], marker="o", color=line.get_color())
+        right.annotate(label, (size, means[-1]), textcoords="offset points", xytext=(6, 3), fontsize=8)
+    left.set(xlabel="pairs", ylabel="accuracy", xticks=pairs, ylim=(0, 1.05))
+    left.legend(fontsize=8)
+    right.set(xlabel="KiB of state after 64 tokens", xscale="log", ylim=(0, 1.05), title=f"{pairs[-1]} pairs")
+    right.xaxis.set_major_formatter(ScalarFormatter())
+    right.xaxis.set_minor_formatter(ScalarFormatter())
+    right.margins(x=0.2)  # room for the names
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(FIGURES / f"{one.name}-pairs.svg", metadata={"Date": None})
