@@ -90,6 +90,9 @@ def _names(choice: Any) -> Iterator[str]:
         yield from _names(choice["mechanism"])
         if "far" in choice:
             yield from _names(choice["far"])
+    else:  # one per layer
+        for one in choice:
+            yield from _names(one)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,12 @@ def hybrid(window: int, far: Any) -> dict[str, Any]:
     return {"mechanism": "hybrid", "window": window, "sinks": 4, "far": far}
 
 
+def after_window(mechanism: Any) -> list[Any]:
+    """Two layers: an exact window of 4 tokens, which joins a key and the value after it, then the mechanism, which has to
+    find the pair again."""
+    return [{"mechanism": "local", "window": 4}, mechanism]
+
+
 IMAGES = {"layers": 4, "heads": 4, "dim": 128}
 TEXT = {"layers": 6, "heads": 4, "dim": 256}
 SMALL_TEXT = {"layers": 4, "heads": 4, "dim": 192}
@@ -146,16 +152,19 @@ EXPERIMENTS = (
         task="recall",
         options={"length": 64, "pairs": 16},
         rows={
-            "softmax": Row("softmax"),
-            "local-16": Row({"mechanism": "local", "window": 16}),
-            "linear": Row("linear"),
-            "performer-64": Row(performer(64)),
-            "performer-256": Row(performer(256)),
-            "taylor": Row("taylor"),
-            "hedgehog": Row("hedgehog"),
-            "efficient": Row("efficient"),
-            "hybrid": Row(hybrid(16, LINEAR_FAR)),
-            "multipole": Row(multipole(16, 4, 8)),
+            "softmax": Row(after_window("softmax")),
+            "taylor": Row(after_window("taylor")),
+            "linear": Row(after_window("linear")),
+            "performer-256": Row(after_window(performer(256))),
+            "multipole": Row(after_window(multipole(16, 4, 8))),
+            "hedgehog": Row(after_window("hedgehog")),
+            "taylor-16": Row(after_window("taylor"), model={"head_dim": 16}),
+            "performer-64": Row(after_window(performer(64))),
+            "hybrid": Row(after_window(hybrid(16, LINEAR_FAR))),
+            "efficient": Row(after_window("efficient")),
+            "local-16": Row(after_window({"mechanism": "local", "window": 16})),
+            "linear-alone": Row("linear"),
+            "softmax-alone": Row("softmax"),
         },
         model={},
         settings={"steps": 1500, "valid_every": 125, "precision": "no"},
