@@ -32,8 +32,8 @@ def hybrid(window: int, far: Any) -> dict[str, Any]:
 
 
 def after_window(mechanism: Any) -> list[Any]:
-    """Two layers: an exact window of 4 tokens, which joins a key and the value after it, then the mechanism, which has to
-    find the pair again."""
+    """Two layers: an exact window of 4 tokens, which joins a key and the value after it, then the mechanism, which has
+    to find the pair again."""
     return [{"mechanism": "local", "window": 4}, mechanism]
 
 
