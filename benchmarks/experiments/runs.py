@@ -163,8 +163,11 @@ EXPERIMENTS = (
             "hybrid": Row(after_window(hybrid(16, LINEAR_FAR))),
             "efficient": Row(after_window("efficient")),
             "local-16": Row(after_window({"mechanism": "local", "window": 16})),
-            "linear-alone": Row("linear"),
+            # Without that window: the same mechanism in both layers.
             "softmax-alone": Row("softmax"),
+            "linear-alone": Row("linear"),
+            "taylor-alone": Row("taylor"),
+            "hybrid-taylor-alone": Row(hybrid(16, "taylor")),
         },
         model={},
         settings={"steps": 1500, "valid_every": 125, "precision": "no"},
