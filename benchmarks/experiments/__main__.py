@@ -42,6 +42,7 @@ from runs import EXPERIMENTS
 import subquad as sq
 from subquad.lab import interleave, machine, write_json
 from subquad.lab.measure import CLOCKS
+from subquad.tasks.base import Task
 from subquad.train import Run
 from subquad.train.collection import collect, comparison_table
 from subquad.train.curves import draw_page
@@ -286,7 +287,7 @@ def keep(args: argparse.Namespace) -> None:
     write_json(path, dict(sorted(kept.items())))
     for one in chosen(args):
         draw_kept(one, kept)
-        draw_samples(one, args.out)
+        draw_samples(one, kept, args.out)
         draw_recall(one, kept)
 
 
@@ -298,7 +299,7 @@ def _step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Forward, backward and update of one batch of every run, those of an experiment in turn; best of `--rounds`."""
+    """Forward, backward and update of every run, those of an experiment in turn; best of `--rounds`."""
     torch.set_num_threads(args.threads)
     path, found = args.out / "step_seconds.json", _step_seconds(args)
     for one in chosen(args):
@@ -308,20 +309,27 @@ def measure(args: argparse.Namespace) -> None:
                 calls[job.label] = stepper(job, args)
         if calls:
             timings = interleave(calls, runs=args.rounds, warmup=1, clock=args.clock)
-            found[one.name] = {label: timing.best for label, timing in timings.items()}
-            spreads = ", ".join(f"{label} {t.best:.2f} s (+{t.spread:.0%})" for label, t in timings.items())
+            count = timed_steps(one.jobs()[0].run(args.data).task)
+            found[one.name] = {label: timing.best / count for label, timing in timings.items()}
+            spreads = ", ".join(f"{label} {t.best / count:.2f} s (+{t.spread:.0%})" for label, t in timings.items())
             print(f"{one.name}: {spreads}", flush=True)
             how = {"threads": args.threads, "clock": args.clock, "machine": machine(), "date": _now()}
             write_json(path, {"step_seconds": found, **how})
 
 
+def timed_steps(task: Task) -> int:
+    """How many steps are timed together: several where examples differ in length, and so do their steps."""
+    return 8 if type(task).collate is not Task.collate else 1
+
+
 def stepper(job: Job, args: argparse.Namespace) -> Any:
-    """A function that takes one training step of a run, always with its first batch."""
+    """A function that takes the first training steps of a run, `timed_steps` of them, always with the same batches."""
     described = job.run(args.data)
     task, settings = described.task, described.settings
+    count = timed_steps(task)
     with batches(
         task, task.examples("train"), seed=0, batch=settings.batch, share=settings.batch // settings.accumulate,
-        accumulate=settings.accumulate, process=0, steps=range(1), workers=0,
+        accumulate=settings.accumulate, process=0, steps=range(count), workers=0,
     ) as stream:  # fmt: skip
         parts = list(stream)
     torch.manual_seed(0)
@@ -330,16 +338,17 @@ def stepper(job: Job, args: argparse.Namespace) -> Any:
     model.train()
     optimizer = make_optimizer(model, settings)
 
-    def step() -> None:
-        for part in parts:
+    def steps() -> None:
+        for number, part in enumerate(parts, 1):
             with torch.autocast("cpu", torch.bfloat16, enabled=settings.precision == "bf16"):
                 loss = model(part)["loss"] / part["weight"].sum()
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+            if number % settings.accumulate == 0:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+                optimizer.step()
+                optimizer.zero_grad()
 
-    return step
+    return steps
 
 
 COMMANDS = {"list": show, "try": attempt, "run": run, "time": measure, "pages": pages, "keep": keep}

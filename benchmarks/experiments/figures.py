@@ -33,11 +33,10 @@ def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
     draw_curves(result, FIGURES / f"{one.name}.svg")
 
 
-def draw_samples(one: Experiment, out: Path) -> None:
-    """Grids of drawn images of all rows beside each other, where the runs have left some."""
-    found = {job.label: out / job.folder / "samples.png" for job in one.jobs() if job.seed == 0}
-    found = {label: path for label, path in found.items() if path.is_file()}
-    if not found:
+def draw_samples(one: Experiment, kept: dict[str, Any], out: Path) -> None:
+    """Grids of drawn images of all kept rows beside each other; the figure stays as it is where some are elsewhere."""
+    found = {job.label: out / job.folder / "samples.png" for job in one.jobs() if job.seed == 0 and job.folder in kept}
+    if not found or not all(path.is_file() for path in found.values()):
         return
     figure = Figure(figsize=(1.9 * len(found), 2.2), layout="constrained")
     for axes, (label, path) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):

@@ -9,6 +9,7 @@ What stands between a mark and `<!-- end -->` is replaced:
 <!-- measured NAME -->   its error and time from data/mechanisms.json (python docs/site/measure.py)
 <!-- experiment NAME METRIC STEPS -ROW -->   a metric of an experiment's runs after these steps, without some rows, from
                          data/experiments.json (python benchmarks/experiments keep)
+<!-- results NAME FIGURE:TITLE -->   figures of an experiment's runs at their end, each below its title (_ for a blank)
 <!-- catalogue -->       the table of all mechanisms
 <!-- contributing PART -->   a section of CONTRIBUTING.md
 """
@@ -44,7 +45,8 @@ PAPERS: dict[str, tuple[str, ...]] = {
     "taylor": ("2402.18668",),
 }
 MARK = re.compile(
-    r"^<!-- (?P<kind>facts|measured|experiment|catalogue|contributing) ?(?P<argument>.*?) ?-->\n.*?^<!-- end -->$",
+    r"^<!-- (?P<kind>facts|measured|experiment|results|catalogue|contributing) ?(?P<argument>.*?) ?-->\n"
+    r".*?^<!-- end -->$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -133,18 +135,38 @@ def _measured(name: str) -> str:
     return "\n".join([*lines, "", note])
 
 
+def _runs(experiment: str) -> dict[str, list[dict[str, Any]]]:
+    """Kept runs of an experiment by row, a run per seed."""
+    data = json.loads((DOCS / "data" / "experiments.json").read_text(encoding="utf-8"))
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for folder, run in data.items():
+        name, label, _ = folder.split("/")
+        if name == experiment:
+            rows.setdefault(label, []).append(run)
+    if not rows:
+        raise KeyError(f"data/experiments.json has no runs of {experiment!r}")
+    return rows
+
+
+def _results(asked: str) -> str:
+    """Metrics and other figures (bytes of a state), mean over seeds; rows in the order of the first, largest first."""
+    name, *columns = asked.split()
+    figures, titles = zip(*(column.split(":") for column in columns), strict=True)
+    rows = {
+        label: [sum({**run["metrics"], **run["artefacts"]}[figure] for run in runs) / len(runs) for figure in figures]
+        for label, runs in _runs(name).items()
+    }
+    lines = [f"| | {' | '.join(titles).replace('_', ' ')} |", "|---" * (len(figures) + 1) + "|"]
+    for label, values in sorted(rows.items(), key=lambda row: row[1], reverse=True):
+        lines.append(f"| {label} | {' | '.join(f'{x:.3f}' if x < 100 else f'{x:,.0f}' for x in values)} |")
+    return "\n".join(lines)
+
+
 def _experiment(asked: str) -> str:
     """Rows in the order of their last figure, the best first; of several seeds the mean and the range."""
     name, metric, *rest = asked.split()
     numbers = [int(step) for step in rest if not step.startswith("-")]
-    data = json.loads((DOCS / "data" / "experiments.json").read_text(encoding="utf-8"))
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for folder, run in data.items():
-        experiment, label, _ = folder.split("/")
-        if experiment == name and f"-{label}" not in rest:
-            rows.setdefault(label, []).append(run)
-    if not rows:
-        raise KeyError(f"data/experiments.json has no runs of {name!r}")
+    rows = {label: runs for label, runs in _runs(name).items() if f"-{label}" not in rest}
 
     def at(runs: list[dict[str, Any]], step: int) -> list[float]:
         return [point[metric] for run in runs for point in run["valid"] if point["step"] == step]
@@ -192,7 +214,8 @@ def _contributing(part: str) -> str:
 
 def filled(page: str) -> str:
     """The text of a page with its tables made again."""
-    makers = {"facts": _facts, "measured": _measured, "experiment": _experiment, "contributing": _contributing}
+    makers = {"facts": _facts, "measured": _measured, "experiment": _experiment, "results": _results,
+              "contributing": _contributing}  # fmt: skip
 
     def made(match: re.Match[str]) -> str:
         kind, argument = match["kind"], match["argument"]
