@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs import Experiment
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.image import imread
-from matplotlib.ticker import ScalarFormatter
 
 from subquad.train.curves import draw_curves
 
@@ -54,21 +54,20 @@ def draw_recall(one: Experiment, kept: dict[str, Any]) -> None:
     for job in one.jobs():
         if job.folder in kept:
             runs.setdefault(job.label, []).append(kept[job.folder])
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
+    left.set_prop_cycle(color=colormaps["tab20"].colors)  # more rows than the usual ten colours
     for label, found in runs.items():
         pairs = sorted(int(name.removeprefix("accuracy_")) for name in found[0]["metrics"] if name[-1].isdigit())
         means = [sum(run["metrics"][f"accuracy_{count}"] for run in found) / len(found) for count in pairs]
         (line,) = left.plot(pairs, means, marker="o", label=label)
-        size = found[0]["artefacts"]["state_bytes"] / 1024
-        right.plot(size, means[-1], marker="o", color=line.get_color())
-        right.annotate(label, (size, means[-1]), textcoords="offset points", xytext=(6, 3), fontsize=8)
+        right.plot(found[0]["artefacts"]["state_bytes"] / 1024, means[-1], marker="o", color=line.get_color())
     left.set(xlabel="pairs", ylabel="accuracy", xticks=pairs, ylim=(0, 1.05))
-    left.legend(fontsize=8)
+    sizes = [10, 20, 50, 100, 200, 500]
     right.set(xlabel="KiB of state after 64 tokens", xscale="log", ylim=(0, 1.05), title=f"{pairs[-1]} pairs")
-    right.xaxis.set_major_formatter(ScalarFormatter())
-    right.xaxis.set_minor_formatter(ScalarFormatter())
-    right.margins(x=0.2)  # room for the names
+    right.set_xticks(sizes, [str(size) for size in sizes])
+    right.set_xticks([], minor=True)
     for axes in (left, right):
         axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=7, fontsize=8)
     figure.savefig(FIGURES / f"{one.name}-pairs.svg", metadata={"Date": None})
