@@ -14,12 +14,18 @@ DOCS = Path(__file__).parents[2] / "docs"
 FIGURES = DOCS / "figures/experiments"
 
 
-def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
-    """Curves of an experiment's kept runs; time is that of the steps measured apart, where every row has it."""
+def by_row(one: Experiment, kept: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The kept runs of each row, a run per seed."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for job in one.jobs():
         if job.folder in kept:
             runs.setdefault(job.label, []).append(kept[job.folder])
+    return runs
+
+
+def draw_kept(one: Experiment, kept: dict[str, Any]) -> None:
+    """Curves of an experiment's kept runs; time is that of the steps measured apart, where every row has it."""
+    runs = by_row(one, kept)
     if not runs:
         return
     task = one.jobs()[0].run(Path("data")).task
@@ -50,10 +56,7 @@ def draw_recall(one: Experiment, kept: dict[str, Any]) -> None:
     """Accuracy against the number of pairs, and with the most pairs against the bytes of the state, mean over seeds."""
     if one.task != "recall":
         return
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for job in one.jobs():
-        if job.folder in kept:
-            runs.setdefault(job.label, []).append(kept[job.folder])
+    runs = by_row(one, kept)
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.set_prop_cycle(color=colormaps["tab20"].colors)  # more rows than the usual ten colours
