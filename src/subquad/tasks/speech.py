@@ -49,7 +49,8 @@ class _BiLSTM(nn.Module):
     """(B, L, dim) -> (B, L, dim), two directions, with about `parameters` parameters in `layers` layers.
 
     Padding comes last, so the forward direction never sees it; the backward one reads every sequence reversed within
-    its own length. torch computes padded sequences with one fused call, packed ones step by step, over ten times as slow.
+    its own length. torch computes padded sequences with one fused call, packed ones step by step: over ten times as
+    slow.
     """
 
     def __init__(self, layers: int, dim: int, parameters: int) -> None:
