@@ -2,7 +2,10 @@
 
 import ast
 import importlib
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +30,11 @@ def test_every_benchmark_is_in_the_index() -> None:
     names = {path.name for path in folder.iterdir() if path.suffix == ".py"}
     assert {name for name in names if f"`{name}`" not in index} == set()
     assert {name for name in re.findall(r"`(\w+\.py)`", index) if name not in names} == set()
+
+
+def test_kept_experiments_are_those_that_are_described(tmp_path: Path) -> None:
+    """A result in the docs whose row was changed or removed would name a command that no longer gives it."""
+    kept = json.loads((ROOT / "docs/data/experiments.json").read_text(encoding="utf-8"))
+    command = [sys.executable, str(ROOT / "benchmarks/experiments"), "list"]
+    lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {line.split()[0] for line in lines if line.endswith("kept")} == set(kept)

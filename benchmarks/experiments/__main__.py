@@ -8,17 +8,20 @@
     python benchmarks/experiments keep             finished runs, without their training curves, to docs/data, and
                                                       their curves and samples to docs/figures/experiments
 
-Which runs there are stands in runs.py. `run` skips what is finished, resumes what was interrupted, and ends
-after the step at Ctrl-C. Every run has one thread and a low priority (`--nice`), so that the machine can be used
-meanwhile; that is why time axes are steps times the seconds that `time` measured apart. `--only` and `--rows` pick
-experiments and rows by name, `--seeds 1` takes the first seed of each, `--hours` ends the queue after so long. Data lie
-below `--data` (data.py gets them).
+Which runs there are stands in runs.py. `run` skips what is finished, here or in docs/data (`--again` trains those
+anew), resumes what was interrupted, and ends after the step at Ctrl-C. Every run has one thread and a low priority
+(`--nice`), so that the machine can be used meanwhile; that is why time axes are steps times the seconds that `time`
+measured apart. Several queues can run at once: start `run` once per core. `--only` and `--rows` pick experiments and
+rows by name, `--seeds 1` takes the first seed of each, `--hours` ends the queue after so long. Data lie below `--data`
+(data.py gets them).
 
 Below `--out` (default results/experiments) every experiment has a folder with its runs, `results.json` (commands,
 seeds, curves, dates, machine) and a page, `index.html`.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -50,6 +54,7 @@ from subquad.train.data import batches
 from subquad.train.optimizers import make_optimizer
 
 DONE = ("finished", "stopped", "diverged")
+KEPT = DOCS / "data/experiments.json"
 
 
 def status(folder: Path) -> str:
@@ -119,14 +124,37 @@ def queue(args: argparse.Namespace) -> list[Job]:
     return sorted((job for job in jobs if job.seed < args.seeds), key=lambda job: job.turn)
 
 
+def waiting(args: argparse.Namespace) -> list[Job]:
+    """What `run` has to train: not what docs/data holds, unless another run starts from its weights."""
+    kept = {} if args.again else read_kept()
+    jobs = [job for job in queue(args) if status(args.out / job.folder) not in DONE]
+    needed = {job.start for job in jobs if not is_kept(job, kept)}
+    return [job for job in jobs if not is_kept(job, kept) or job.folder in needed]
+
+
+def read_kept() -> dict[str, Any]:
+    """What `keep` wrote: a run by its folder."""
+    found: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    return found
+
+
+def is_kept(job: Job, kept: dict[str, Any]) -> bool:
+    """Whether the run was kept as it is described now; with other options it is another run."""
+    words = shlex.split(kept[job.folder]["command"]) if job.folder in kept else []
+    return job.mechanism in words and shlex.join(job.options) in shlex.join(words)
+
+
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
 def show(args: argparse.Namespace) -> None:
     """One line per run; the hours are limits, most end before."""
+    kept = read_kept()
     for job in queue(args):
         state = status(args.out / job.folder)
         reason = missing(job, args) if state == "new" else None
+        if state == "new" and is_kept(job, kept):
+            state, reason = "kept", None
         print(f"{job.folder:60} {job.hours:5.2f} h  {state}{f' ({reason})' if reason else ''}")
 
 
@@ -169,21 +197,16 @@ def attempt(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     """Until nothing is left, the hours are over, or Ctrl-C; a run that fails is said and left out."""
     began, failed = time.monotonic(), set()
-    while True:
-        waiting = [
-            job
-            for job in queue(args)
-            if status(args.out / job.folder) not in DONE and job.folder not in failed and missing(job, args) is None
-        ]
-        if not waiting or (args.hours is not None and time.monotonic() - began > 3600 * args.hours):
-            break
-        job = waiting[0]
-        folder = args.out / job.folder
-        line = command(job, args, folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        note(args, job, line)
-        print(f"{datetime.now():%H:%M} {len(waiting)} left: {shlex.join(line)}", flush=True)
-        code = started(line, args, folder.parent / f"{folder.name}.log")
+    while args.hours is None or time.monotonic() - began <= 3600 * args.hours:
+        ready = [job for job in waiting(args) if job.folder not in failed and missing(job, args) is None]
+        with first_free(ready, args) as (job, lock):
+            if job is None:
+                break
+            folder = args.out / job.folder
+            line = command(job, args, folder)
+            note(args, job, line)
+            print(f"{datetime.now():%H:%M} {len(ready)} left: {shlex.join(line)}", flush=True)
+            code = started(line, args, folder.parent / f"{folder.name}.log", lock)
         if code == 130:
             print("interrupted; the same command goes on", flush=True)
             return
@@ -191,15 +214,32 @@ def run(args: argparse.Namespace) -> None:
             failed.add(job.folder)
             print(f"{job.folder} failed with status {code}; see {folder.parent / folder.name}.log", flush=True)
         pages(argparse.Namespace(**{**vars(args), "only": [job.experiment]}), quiet=True)
-    left = [job.folder for job in queue(args) if status(args.out / job.folder) not in DONE]
+    left = [job.folder for job in waiting(args)]
     print(f"not finished: {', '.join(left)}" if left else "everything is finished", flush=True)
 
 
-def started(line: list[str], args: argparse.Namespace, log: Path) -> int:
-    """Run a command with its output in `log`; Ctrl-C and termination reach it and are waited for."""
+@contextlib.contextmanager
+def first_free(jobs: list[Job], args: argparse.Namespace) -> Iterator[tuple[Job | None, int]]:
+    """The first run that no other queue is at, and the descriptor of its lock; (None, -1) where there is none."""
+    for job in jobs:
+        path = args.out / f"{job.folder}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            yield job, file.fileno()
+            return
+    yield None, -1
+
+
+def started(line: list[str], args: argparse.Namespace, log: Path, lock: int) -> int:
+    """Run a command with its output in `log`; Ctrl-C and termination reach it and are waited for. It holds the lock
+    too: should the queue be killed, no other takes a run that goes on."""
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(
-            line, env=environment(args), stdout=file, stderr=file, start_new_session=True,
+            line, env=environment(args), stdout=file, stderr=file, start_new_session=True, pass_fds=(lock,),
             preexec_fn=lambda: os.nice(args.nice) and None,
         )  # fmt: skip
         stopped = []
@@ -260,8 +300,7 @@ def pages(args: argparse.Namespace, quiet: bool = False) -> None:
 
 def keep(args: argparse.Namespace) -> None:
     """Commands, dates, seeds and validation curves of finished runs, added to those in docs/data/experiments.json."""
-    path = DOCS / "data/experiments.json"
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = read_kept()
     for one in chosen(args):
         for job in one.jobs():
             folder = args.out / job.folder
@@ -284,7 +323,7 @@ def keep(args: argparse.Namespace) -> None:
                 kept[job.folder]["step_seconds"] = paces[job.label]
             if job.folder in kept and levels.is_file():
                 kept[job.folder]["baselines"] = json.loads(levels.read_text(encoding="utf-8"))["baselines"]
-    write_json(path, dict(sorted(kept.items())))
+    write_json(KEPT, dict(sorted(kept.items())))
     for one in chosen(args):
         draw_kept(one, kept)
         draw_samples(one, kept, args.out)
@@ -367,6 +406,7 @@ def main() -> None:
     parser.add_argument(
         "--clock", choices=list(CLOCKS), default="wall", help="of time; cpu where others use the machine"
     )
+    parser.add_argument("--again", action="store_true", help="train what docs/data holds as well (run)")
     parser.add_argument("--hours", type=float, help="end the queue after so long (run)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--nice", type=int, default=10)
