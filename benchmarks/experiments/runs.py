@@ -49,25 +49,23 @@ PROTEIN_ROWS = {
     "performer-relu": Row(performer(64, features="relu")),
     "performer-softmax": Row(performer(64)),
 }
-DOCUMENT_ROWS = {
-    "softmax": Row("softmax"),
-    "performer-64": Row(performer(64)),
-    "linear": Row("linear"),
-    "multipole": Row(multipole(512, 24, 128)),
-}
 
 
-def documents(length: int, batch: int, steps: int) -> Experiment:
+def documents(length: int, **softmax: Row) -> Experiment:
     return Experiment(
         name=f"documents-{length}",
-        claim="long documents: mechanisms of linear time are as accurate, and faster the longer the document is",
+        claim="long documents: the more of one is read, the better; mechanisms of linear time make it cheap",
         task="documents",
-        data="enwik8",
-        options={"length": length},
-        # Softmax takes most of an hour and more there.
-        rows={**DOCUMENT_ROWS, "softmax": Row("softmax", later=int(length > 8192))},
+        data="speeches",
+        options={"length": length, "pieces": True},
+        rows={
+            **softmax,
+            "linear": Row("linear"),
+            "performer-64": Row(performer(64)),
+            "multipole": Row(multipole(512, 24, 128)),
+        },
         model=DOCUMENTS,
-        settings={"steps": steps, "batch": batch, "lr": 2e-3, "warmup": 50, "valid_every": 100, "valid_examples": 64},
+        settings={"steps": 600, "batch": 4, "lr": 2e-3, "warmup": 50, "valid_every": 100, "valid_examples": 256},
     )
 
 
@@ -273,7 +271,7 @@ EXPERIMENTS = (
         settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 250, "valid_examples": 128},
         seeds=3,
     ),
-    documents(4096, batch=8, steps=500),
-    documents(8192, batch=4, steps=500),
-    documents(16384, batch=2, steps=300),
+    documents(1024, softmax=Row("softmax")),
+    documents(4096, softmax=Row("softmax")),
+    documents(16384),  # a step of softmax takes half a minute
 )

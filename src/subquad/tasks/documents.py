@@ -4,20 +4,22 @@
 
 or a data set of the hub with a column of text and one of labels, `hub:NAME:column=text:label=label`.
 
+Few long files become many examples with `pieces`: a stretch from anywhere in a file to train on, all its stretches for
+validation.
+
 Built in are synthetic letters whose label needs the first word and the last one: does the person who writes sign?
 Neither name tells it alone. Letters to train on have all lengths, so that in some the two names stand near each other;
-those for validation are as long as `length` allows. With `data=` a single file the letters consist of its text, pieces
-from anywhere in it: real text of any length between the two names that count.
+those for validation are as long as `length` allows.
 Byte-level document classification is one of the tasks of Tay et al., "Long Range Arena", 2021.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -25,9 +27,10 @@ from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
 from .heads import Classifier, collate_labelled, token_metrics
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
-from .token_file import TokenFile
 
 __all__ = ["Documents"]
+
+_T = TypeVar("_T")
 
 # Of one length: how long a letter is must not tell who signed.
 NAMES = ("Ada", "Bea", "Cyd", "Dot", "Eve", "Flo", "Gus", "Hal")
@@ -43,16 +46,9 @@ class _Letters:
     length: int
     writers: int
     split: str
-    text: TokenFile | None = None
 
     def __len__(self) -> int:
         return UNLIMITED
-
-    def _stretch(self) -> tuple[int, int]:
-        """Where the text of this split begins and ends: the last tenth is for validation."""
-        assert self.text is not None
-        border = len(self.text) - len(self.text) // 10
-        return (0, border) if self.split == "train" else (border, len(self.text))
 
     def item(self, index: int, generator: torch.Generator) -> Batch:
         """tokens (n,), n at most `length`; label 1 if the name at the end is the one at the beginning."""
@@ -61,13 +57,6 @@ class _Letters:
         shift = 0 if label else 1 + int(torch.randint(self.writers - 1, (), generator=generator))
         begin, end = f"{NAMES[first]} writes. ", f"Signed: {NAMES[(first + shift) % self.writers]}"
         room = self.length - len(begin) - len(end)
-        if self.text is not None:
-            if self.split == "train":  # all orders of magnitude alike: in few of them names would be near otherwise
-                room = int((room + 1) ** float(torch.rand((), generator=generator))) - 1
-            first_place, last_place = self._stretch()
-            place = int(torch.randint(first_place, last_place - room, (), generator=generator))
-            text = bytes(self.text.window(place, room).tolist())
-            return _example(begin.encode("ascii") + text + end.encode("ascii"), label)
         if self.split == "train":
             room = int(torch.randint(room + 1, (), generator=generator))
         middle = ""
@@ -85,22 +74,31 @@ def _example(text: bytes, label: int) -> Batch:
 
 @dataclass(frozen=True)
 class _Files:
+    """Stretches of at most `length` bytes: (file, where it begins); `drawn`: it begins anywhere in that file."""
+
     paths: tuple[Path, ...]
     labels: tuple[int, ...]
+    stretches: tuple[tuple[int, int], ...]
     length: int
+    drawn: bool
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.stretches)
 
     def item(self, index: int, generator: torch.Generator) -> Batch:
-        """The first `length` bytes of a file."""
-        with self.paths[index].open("rb") as file:
+        """tokens (n,), n at most `length`."""
+        number, begin = self.stretches[index]
+        path = self.paths[number]
+        if self.drawn:
+            begin = int(torch.randint(max(path.stat().st_size - self.length, 0) + 1, (), generator=generator))
+        with path.open("rb") as file:
+            file.seek(begin)
             text = file.read(self.length)
         if not text:
-            raise DataError(f"{self.paths[index]} is empty; remove it or give it some text")
+            raise DataError(f"{path} is empty; remove it or give it some text")
         if b"\0" in text:
-            raise DataError(f"{self.paths[index]} holds zero bytes: it is no text file")
-        return _example(text, self.labels[index])
+            raise DataError(f"{path} holds zero bytes: it is no text file")
+        return _example(text, self.labels[number])
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,18 @@ class _Table:
 def _open_table(data: str, split: str, length: int) -> _Table:
     hub = HubName.parse(data)
     rows, train = open_rows(hub, split), open_rows(hub, "train").table
+    if split == "valid":
+        rows = replace(rows, chosen=_mixed(rows.chosen))
     label = choose_column(hub, train, hub.label, "label", ("label", "labels", "class"))
     values = tuple(sorted(train.unique(label), key=lambda value: (str(type(value)), value)))
     if len(values) < 2 or any(value is None for value in values):
         raise DataError(f"{hub}: column {label!r} holds the labels {list(values)}; expected two or more, none missing")
     return _Table(rows, choose_column(hub, train, hub.column, "column", ("text", "content")), label, values, length)
+
+
+def _mixed(items: Sequence[_T]) -> tuple[_T, ...]:
+    """In a fixed random order. Files and rows often stand label by label, and validation takes the first so many."""
+    return tuple(items[i] for i in torch.randperm(len(items), generator=torch.Generator().manual_seed(0)).tolist())
 
 
 def _labels(folder: Path) -> tuple[str, ...]:
@@ -144,9 +149,7 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
     """(labels, files, label of each)."""
     root = Path(folder)
     if not root.is_dir():
-        raise DataError(
-            f"data={folder!r} does not exist; expected a folder with a folder of .txt files per label, or a text file"
-        )
+        raise DataError(f"data={folder!r} is no folder that exists; expected one with a folder of .txt files per label")
     parts = {"train": root / "train", "valid": next((root / n for n in ("valid", "test") if (root / n).is_dir()), root)}
     apart = parts["train"].is_dir() and parts["valid"] != root
     labels = _labels(parts["train"] if apart else root)
@@ -169,10 +172,10 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
 
 @dataclass(frozen=True)
 class Documents(Task):
-    """Texts of the folder or data set `data`, the first `length` bytes of each; or letters of that length, made up or
-    cut from the text file `data`.
+    """Texts of the folder or data set `data`, the first `length` bytes of each; or letters of that length, made up.
 
-    `writers` people write the letters: with two a model has learned them in a few hundred steps, more are harder.
+    pieces:  of files in a folder, stretches of `length` bytes instead of the beginning: as many per file as fit
+    writers: of the letters; with two a model has learned them in a few hundred steps, more are harder
     """
 
     name: ClassVar[str] = "documents"
@@ -183,6 +186,7 @@ class Documents(Task):
 
     data: str | None = None
     length: int = 256
+    pieces: bool = False
     writers: int = 2
 
     def __post_init__(self) -> None:
@@ -190,23 +194,19 @@ class Documents(Task):
         checks.check_positive("writers", self.writers, least=2)
         if self.writers > len(NAMES):
             raise ValueError(f"writers={self.writers}: the letters have {len(NAMES)} names; expected 2 to {len(NAMES)}")
+        if self.pieces and (self.data is None or is_hub(self.data)):
+            raise ValueError(f"pieces=True cuts the files of a folder; data={self.data!r} is none, name one with data=")
 
     def examples(self, split: str) -> Examples:
         """Letters without end, or files."""
         if self.data is None:
             return _Letters(self.length, self.writers, split)
-        if Path(self.data).is_file():
-            text = TokenFile(self.data, 256)
-            if len(text) // 10 <= self.length:
-                raise DataError(
-                    f"data={self.data!r} has {len(text)} bytes; letters of length={self.length} need a file of more "
-                    "than ten times that, a tenth of which is for validation"
-                )
-            return _Letters(self.length, self.writers, split, text)
         if is_hub(self.data):
             return _open_table(self.data, split, self.length)
         _, paths, labels = _find(self.data, split)
-        return _Files(paths, labels, self.length)
+        counts = [max(path.stat().st_size // self.length, 1) if self.pieces else 1 for path in paths]
+        stretches = tuple((file, self.length * place) for file, count in enumerate(counts) for place in range(count))
+        return _Files(paths, labels, _mixed(stretches), self.length, self.pieces and split == "train")
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """Documents of different lengths, padded at the end."""
@@ -217,7 +217,7 @@ class Documents(Task):
         return Classifier(256, self._classes(), model)
 
     def _classes(self) -> int:
-        if self.data is None or Path(self.data).is_file():
+        if self.data is None:
             return 2
         if is_hub(self.data):
             return len(_open_table(self.data, "train", self.length).values)
