@@ -1,4 +1,5 @@
-"""What needs no attention: how frequent a token is, alone and after the one before it, counted in training examples.
+"""What needs no attention: how frequent a token is, alone and after the one before it, counted in training examples;
+of whole texts with a label, how frequent it is under each label.
 
 The levels that curves of benchmarks/experiments have to pass before they say anything about a mechanism.
 """
@@ -41,8 +42,12 @@ def baselines(run: Run) -> dict[str, float]:
     """
     task = run.task
     valid = task.examples("valid")
-    # Examples that are made up anew have no frequencies worth counting, and labels are no tokens.
-    if len(valid) == UNLIMITED or not {"values", "targets"} & set(valid.item(0, generator_for("valid", 0, 0))):
+    if len(valid) == UNLIMITED:  # made up anew: no frequencies worth counting
+        return {}
+    kinds = set(valid.item(0, generator_for("valid", 0, 0)))
+    if "label" in kinds:
+        return labelled(task, run.settings.valid_examples)
+    if not {"values", "targets"} & kinds:
         return {}
     known = len(task.examples("train"))
     counted = list(pairs(task, "train", order(known, 0, 0, min(EXAMPLES, known))))
@@ -61,3 +66,27 @@ def baselines(run: Run) -> dict[str, float]:
         name: {"loss": -float(p.log().sum()), "right": 0.0, "weight": float(len(p))} for name, p in levels.items()
     }
     return {name: task.metrics(total)[task.metric] for name, total in totals.items()}
+
+
+def labelled(task: Task, count: int) -> dict[str, float]:
+    """The share of right labels by naive Bayes: the one under which the tokens, or the pairs of them, are likeliest."""
+    train, valid = task.examples("train"), task.examples("valid")
+    known = order(len(train), 0, 0, min(EXAMPLES, len(train)))
+    seen = [train.item(index, generator_for("train", 0, draw)) for draw, index in enumerate(known)]
+    new = [valid.item(index, generator_for("valid", 0, index)) for index in range(min(count, len(valid)))]
+    size = 1 + max(int(one["tokens"].max()) for one in [*seen, *new])
+    labels = 1 + max(int(one["label"]) for one in [*seen, *new])
+    levels = {}
+    for name, width in (("frequencies", 1), ("pairs", 2)):
+        table = torch.full((labels, size**width), 0.1, dtype=torch.double)
+        for one in seen:
+            table[one["label"]] += torch.bincount(_joined(one["tokens"], width, size), minlength=size**width)
+        scores = (table / table.sum(-1, keepdim=True)).log()
+        right = [scores[:, _joined(one["tokens"], width, size)].sum(-1).argmax() == one["label"] for one in new]
+        levels[name] = sum(map(float, right)) / len(right)
+    return levels
+
+
+def _joined(tokens: Tensor, width: int, size: int) -> Tensor:
+    """Every `width` tokens in a row as one number."""
+    return (tokens.unfold(0, width, 1) * size ** torch.arange(width)).sum(-1)
