@@ -149,15 +149,15 @@ def _runs(experiment: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _results(asked: str) -> str:
-    """Metrics and other figures (bytes of a state), mean over seeds; rows in the order of the first, largest first."""
+    """Metrics and other figures (bytes of a state, steps), mean over seeds; rows by the first of them, best first."""
     name, *columns = asked.split()
     figures, titles = zip(*(column.split(":") for column in columns), strict=True)
     rows = {
-        label: [sum({**run["metrics"], **run["artefacts"]}[figure] for run in runs) / len(runs) for figure in figures]
+        label: [sum({**run, **run["metrics"], **run["artefacts"]}[f] for run in runs) / len(runs) for f in figures]
         for label, runs in _runs(name).items()
     }
     lines = [f"| | {' | '.join(titles).replace('_', ' ')} |", "|---" * (len(figures) + 1) + "|"]
-    for label, values in sorted(rows.items(), key=lambda row: row[1], reverse=True):
+    for label, values in sorted(rows.items(), key=lambda row: row[1], reverse=figures[0].startswith("accuracy")):
         lines.append(f"| {label} | {' | '.join(f'{x:.3f}' if x < 100 else f'{x:,.0f}' for x in values)} |")
     return "\n".join(lines)
 
