@@ -229,6 +229,8 @@ def first_free(jobs: list[Job], args: argparse.Namespace) -> Iterator[tuple[Job 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 continue
+            if status(args.out / job.folder) in DONE:  # another queue has finished it meanwhile
+                continue
             yield job, file.fileno()
             return
     yield None, -1

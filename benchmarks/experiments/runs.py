@@ -273,5 +273,5 @@ EXPERIMENTS = (
     ),
     documents(1024, softmax=Row("softmax")),
     documents(4096, softmax=Row("softmax")),
-    documents(16384),  # a step of softmax takes half a minute
+    documents(16384),  # softmax would take hours
 )
