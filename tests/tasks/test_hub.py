@@ -234,6 +234,17 @@ def test_documents_from_csv(tmp_path: Path) -> None:
         get_task("documents").from_options({"data": f"hub:{folder}"}).examples("train")
 
 
+def test_validation_sees_every_label_of_a_table_sorted_by_it(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "all.csv").write_text("text,label\n" + "\n".join(f"text {i},{i // 200}" for i in range(400)) + "\n")
+    kept = get_task("documents").from_options({"data": f"hub:{folder}"}).examples("valid")
+    items = [kept.item(i, generator_for("valid", 0, i)) for i in range(len(kept))]
+    assert {int(one["label"]) for one in items[:10]} == {0, 1}
+    texts = {bytes(one["tokens"].tolist()).decode() for one in items}
+    assert texts == {f"text {i}" for i in range(9, 400, 10)}  # each of the kept rows once
+
+
 def test_proteins_from_parquet(tmp_path: Path) -> None:
     table = datasets.Dataset.from_dict({"sequence": ["ACDEFGHIK" * 3, "MNPQ"] * 10 + ["AC1"]})
     (tmp_path / "set").mkdir()
