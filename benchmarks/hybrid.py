@@ -68,6 +68,31 @@ def attention(lengths: list[int], rounds: int, save: Callable[[dict[str, Any]], 
                 print(line, flush=True)
 
 
+def taylor(lengths: list[int], rounds: int, save: Callable[[dict[str, Any]], None]) -> None:
+    """A Taylor far field of degree 2, causal: in the kernels, in torch, and without the window."""
+    for dim in (64, 16):
+        hybrid = sq.create("hybrid", dim, window=64, sinks=SINKS, far="taylor")
+        alone = sq.create("taylor", dim)
+        runs: dict[str, Callable[..., Tensor]] = {
+            "hybrid": lambda *x, m=hybrid: m(*x, is_causal=True),
+            "torch": lambda *x, m=hybrid: m(*x, is_causal=True, backend="chunked"),
+            "taylor": lambda *x, m=alone: m(*x, is_causal=True),
+        }
+        for length in lengths:
+            x = torch.randn(3, 1, HEADS, length, dim).unbind(0)
+            with torch.no_grad():
+                forward = best({name: lambda r=run: r(*x) for name, run in runs.items()}, rounds)  # noqa: B023
+            both = best({name: trained(run, *x) for name, run in runs.items()}, max(2, rounds // 2))
+            row: dict[str, Any] = {"far": "taylor", "dim": dim, "length": length, "forward": forward, "both": both}
+            save(row)
+            parts = [
+                f" {what:>8s} {t['hybrid'] * 1e3:8.1f} ms, {t['torch'] / t['hybrid']:4.1f}x torch,"
+                f" {t['hybrid'] / t['taylor']:4.2f} of taylor's time"
+                for what, t in (("forward", forward), ("both", both))
+            ]
+            print(f"  Taylor far field, D{dim:<3d} L{length:<6d}" + "".join(parts), flush=True)
+
+
 def decode(rounds: int, save: Callable[[dict[str, Any]], None]) -> None:
     """One token after 300, window 64."""
     far = {"mechanism": "performer", "num_features": FEATURES, "seed": 0}
@@ -112,6 +137,7 @@ def main() -> None:
     print(f"hybrid, H{HEADS} M{FEATURES} sinks {SINKS}, {options.threads} threads, processor time")
     rounds = 3 if options.quick else 8
     attention([512, 1024] if options.quick else [512, 1024, 2048, 4096], rounds, save)
+    taylor([512] if options.quick else [512, 2048], rounds // 2, save)
     decode(rounds, save)
 
 

@@ -178,7 +178,7 @@ def test_torch_func_transforms() -> None:
 def test_operators_pass_torchs_own_checks() -> None:
     phi = make_map("hyperbolic", 8, 16, heads=1)
     q, k, v = (torch.randn(1, 1, 9, 8, requires_grad=True) for _ in range(3))
-    found, _, _ = map_inputs(phi, q, k, 0.3, products=True)
+    found, _, _ = map_inputs(phi, q, k, 0.3)
     masks = [torch.ones(1, 9, dtype=torch.bool), NO_MASK, NO_PLACES]
     options = (*found.map[:5], 1.0, -1, 0, True, True, True, True)
     arguments = (q, k, v, [], [], [], masks, NOTHING, *options)

@@ -322,8 +322,11 @@ def test_operators_are_registered_correctly(monkeypatch: pytest.MonkeyPatch) -> 
     torch.library.opcheck(operators.attention, (*calls[0], True), test_utils=checks)
 
 
-@pytest.mark.parametrize(("far", "native_is_taken"), [("hedgehog", True), ({"mechanism": "taylor", "degree": 1}, True),
-                                                       ({"mechanism": "taylor", "degree": 2}, False)])  # fmt: skip
+@pytest.mark.parametrize(("far", "native_is_taken"), [
+    ("hedgehog", True), ({"mechanism": "taylor", "degree": 1}, True),
+    ({"mechanism": "taylor", "degree": 2}, True),  # many, but the kernels form them
+    ({"mechanism": "performer", "features": torch.square, "num_features": 65}, False),
+])  # fmt: skip
 def test_features_that_torch_computes_are_stored_if_they_are_few(
     far: Any, native_is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ class Native(Backend[WindowedLinear]):
         if call.chunk_size is not None:
             return False
         phi = spec.feature_map
-        if phi is None or fused(phi) or (spec.window is None and multiplied(phi)):
+        if phi is None or fused(phi) or multiplied(phi):
             return True
         # Features that torch computes are stored: as long as they are few, that costs less than the chunked loop.
         return phi.num_features <= MOST_STORED * tensors[0].shape[-1]
@@ -153,7 +153,7 @@ class Native(Backend[WindowedLinear]):
     ) -> Results:
         assert spec.feature_map is not None
         past = [] if state is None or state.far is None else _sums(state.far)
-        found, q, k = map_inputs(spec.feature_map, q, k, call.scale, products=True)
+        found, q, k = map_inputs(spec.feature_map, q, k, call.scale)
         masks = [NO_MASK if call.key_mask is None else call.key_mask, NO_MASK, NO_PLACES]
         return _dispatch(found, q, k, v, [], [], past, masks, NOTHING, 1.0, -1, 0, causal, spec.normalise, tail)
 
@@ -181,7 +181,7 @@ class Native(Backend[WindowedLinear]):
         """The map, [queries, keys] as it takes them or [], and the log factor (Hq,) of the far weights or nothing."""
         if spec.feature_map is None:
             return NO_MAP, [], NOTHING
-        found, far_q, far_k = map_inputs(spec.feature_map, q, k, scale, products=False)
+        found, far_q, far_k = map_inputs(spec.feature_map, q, k, scale)
         gain = None if spec.gain is None else spec.gain.to(torch.float32)
         if found.map.level is not None:
             level = found.map.level.repeat_interleave(q.shape[1] // k.shape[1])
@@ -195,7 +195,7 @@ class Native(Backend[WindowedLinear]):
         if spec.window is None:
             if step:
                 assert spec.feature_map is not None
-                found, far_q, far_k = map_inputs(spec.feature_map, q, k, call.scale, products=True)
+                found, far_q, far_k = map_inputs(spec.feature_map, q, k, call.scale)
                 return linear_step(found, far_q, far_k, v, call.key_mask, state, spec.normalise)
             result = self._attend_linear(spec, call, q, k, v, state, True, True)
             return result[0], _state_after(state, result, _new(k, call))

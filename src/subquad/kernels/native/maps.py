@@ -97,13 +97,8 @@ def _native_map(feature_map: FeatureMap, scale: float) -> NativeMap | None:
     return found
 
 
-def map_inputs(
-    feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float, *, products: bool
-) -> tuple[NativeMap, Tensor, Tensor]:
-    """The map, and queries and keys as it takes them: centred, or features already where torch has to compute them.
-
-    products: the kernels may form Taylor products themselves
-    """
+def map_inputs(feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float) -> tuple[NativeMap, Tensor, Tensor]:
+    """The map, and queries and keys as it takes them: centred, or features already where torch has to compute them."""
     found = _native_map(feature_map, scale)
     if found is not None and found.map.means is not None:
         means = found.map.means
@@ -127,7 +122,7 @@ def map_inputs(
     if isinstance(feature_map, ElementwiseFeatures) and isinstance(feature_map.function, str):
         plain = NativeMap(MapArrays([NOTHING] * 7, function=feature_map.function))
         return plain, scaled(q, scale, queries=True), scaled(k, scale, queries=False)
-    if multiplied(feature_map) and products:
+    if multiplied(feature_map):
         # The products would double the rounding of a lower precision.
         q, k = q.to(torch.float32), k.to(torch.float32)
         return TAYLOR, scaled(q, scale, queries=True), scaled(k, scale, queries=False)
