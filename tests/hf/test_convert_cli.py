@@ -298,3 +298,18 @@ def test_memory_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     rows = memory_of(tmp_path, [64, 4096])
     assert [row["length"] for row in rows] == [64, 4096]
     assert rows[1]["bytes"] > 1e6
+
+
+def test_the_least_that_can_be_typed_is_multipole(tmp_path: Path, ids: Path) -> None:
+    model, out = saved(tmp_path, "llama"), tmp_path / "out"
+    ran = invoke(model, "--error", "0.02", "--no-speed", "--out", out)
+    assert ran.exit_code == 0, ran.output
+    found = [mechanism_of(layer.module) for layer in find_layers(load(out))]
+    assert [(one.name, one.error) for one in found if one is not None] == [("multipole", 0.02)] * 3
+    for arguments, message in (
+        (["--text", ids, "--mechanism", "local"], "--text chooses the mechanisms, and --mechanism"),
+        (["--mechanism", "local", "--error", "0.1"], "error=0.1 is kept where no mechanism is named"),
+        (["--length", "64"], "length=64 is what a mechanism is chosen for"),
+    ):
+        ran = invoke(model, *arguments, "--no-speed", "--out", tmp_path / "other")
+        assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output

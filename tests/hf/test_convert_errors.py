@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 from subquad.hf import convert, revert
@@ -194,3 +196,45 @@ def test_weights_that_are_never_formed_are_not_promised() -> None:
     convert(model, "linear")
     with pytest.raises(ValueError, match="output_attentions=True was asked for"):
         model(**batch("wav2vec2"), output_attentions=True)
+
+
+def test_an_error_or_length_that_nobody_would_keep(model: Any) -> None:
+    for mechanism in ("local", {"mechanism": "performer"}, ["linear"] * 3):
+        with pytest.raises(ValueError, match=r"error=0\.1 is kept where no mechanism is named, or by 'multipole'"):
+            convert(model, mechanism, error=0.1)
+    with pytest.raises(ValueError, match="length=64 is what a mechanism is chosen for, and 'linear' is named"):
+        convert(model, "linear", length=64)
+
+
+@pytest.mark.parametrize("mechanism", ["multipole", {"mechanism": "multipole", "seed": 1}])
+def test_an_error_goes_to_the_mechanism_that_keeps_it(mechanism: Any) -> None:
+    _, report = convert(make("bert"), mechanism, error=0.02)
+    assert all(row.mechanism is not None and row.mechanism["error"] == 0.02 for row in report.layers)
+
+
+@pytest.mark.parametrize("mechanism", [{"mechanism": "multipole", "chunk": 64}, "local"])
+def test_classifiers_that_find_their_token_by_the_padding_token(mechanism: Any) -> None:
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, pad_token_id=0,
+    )  # fmt: skip
+    exact = tf.LlamaForSequenceClassification(config).eval()
+    ids = torch.randint(3, 50, (3, 12))
+    ids[1, 8:] = ids[2, :3] = 0
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    converted, report = convert(copy.deepcopy(exact), mechanism)
+    assert report.converted == [0, 1]
+    assert torch.allclose(converted(**inputs).logits, exact(**inputs).logits, atol=1e-4)
+
+
+def test_speech_to_text_is_checked_without_a_batch() -> None:
+    torch.manual_seed(0)
+    config = tf.WhisperConfig(
+        vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, num_mel_bins=8,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=20,
+        max_target_positions=24, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    _, report = convert(tf.WhisperForConditionalGeneration(config).eval(), {"mechanism": "multipole", "chunk": 64})
+    assert report.converted == [0, 1, 2]

@@ -165,3 +165,51 @@ def test_capture_sees_through_the_fused_path() -> None:
         q = (x @ weight[:WIDTH].T + bias[:WIDTH]).unflatten(-1, (HEADS, 8)).transpose(1, 2)
         torch.testing.assert_close(samples[0].q[0], q, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(model(x, src_key_padding_mask=hidden), wanted, rtol=0, atol=0)
+
+
+class _Doubled(nn.MultiheadAttention):
+    """What somebody may have made of torch's module."""
+
+    def forward(self, query: Tensor, *args: Tensor, **options: bool) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        out, weights = super().forward(query, *args, **options)
+        return 2 * out + query, weights
+
+
+class _Net(nn.Module):
+    def __init__(self, *kinds: type[nn.MultiheadAttention]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(WIDTH, HEADS, batch_first=True) for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, x, x)[0]
+        return x
+
+
+def test_a_class_below_torchs_own_keeps_its_forward() -> None:
+    torch.manual_seed(0)
+    net, x = _Net(_Doubled, nn.MultiheadAttention).eval(), torch.randn(2, 10, WIDTH)
+    want = net(x)
+    exact, _ = convert(copy.deepcopy(net), "softmax")
+    assert torch.equal(exact(x), want) and torch.equal(revert(exact)(x), want)
+    converted, report = convert(copy.deepcopy(net), {"mechanism": "multipole", "chunk": 64})
+    assert report.converted == [1] and "its class _Doubled may compute more" in str(report.layers[0].reason)
+    assert torch.allclose(converted(x), want, atol=1e-5)
+    back = revert(converted)
+    assert [type(layer) for layer in back.layers] == [_Doubled, nn.MultiheadAttention]
+    assert torch.equal(back(x), want)
+    with pytest.raises(ValueError, match="its class _Doubled may compute more"):
+        convert(net, "linear", layers=[0])
+    assert torch.equal(net(x), want)
+
+
+def test_a_window_does_not_take_two_sequences_of_one_length_for_one() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval(), torch.randn(2, 10, WIDTH)
+    converted, _ = convert(copy.deepcopy(attention), "local", window=20)
+    assert torch.allclose(converted(x, x, x)[0], attention(x, x, x)[0], atol=1e-5)
+    placed = x + 1  # positions that only queries and keys are given
+    assert torch.allclose(converted(placed, placed, x)[0], attention(placed, placed, x)[0], atol=1e-5)
+    memory = torch.randn(2, 10, WIDTH)
+    with pytest.raises(ValueError, match="query is another tensor than key and value, which is cross attention"):
+        converted(x, memory, memory)

@@ -202,3 +202,17 @@ def test_wrong_input_is_refused():
         distill(teacher, student, [])
     with pytest.raises(ValueError, match="steps must be at least 0"):
         distill(teacher, student, batches(), steps=-1)
+
+
+def test_what_would_be_lost_or_not_fit_is_refused_first():
+    from peft import LoraConfig, get_peft_model
+
+    teacher = bert()
+    student = get_peft_model(student_of(teacher), LoraConfig(target_modules=["query"]))
+    before = {name: p.clone() for name, p in student.named_parameters()}
+    with pytest.raises(ValueError, match=r"LoRA adapters of its own.*merge_and_unload"):
+        distill(teacher, student, batches(), steps=0, lora_steps=1)
+    assert all(torch.equal(p, before[name]) for name, p in student.named_parameters())
+    deeper = BertModel(BertConfig(**{**teacher.config.to_dict(), "num_hidden_layers": 3}), add_pooling_layer=False)
+    with pytest.raises(ValueError, match="the teacher has 3 attention layers, the student 2"):
+        distill(deeper.eval(), student_of(teacher), batches(), steps=1)

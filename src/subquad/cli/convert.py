@@ -82,9 +82,14 @@ def convert(
         Path | None,
         typer.Option(help="Text, or JSON lists of token ids: choose the fastest mechanisms within --error."),
     ] = None,
-    error: Annotated[float, typer.Option(help="Largest error of the model's output, with --text.")] = 0.01,
+    error: Annotated[
+        float | None,
+        typer.Option(help="Largest error of the model's output, with --text (0.01); or of a layer's, of multipole."),
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens to choose for, with --text; those of the texts.")] = None,
-    mechanism: Annotated[str, typer.Option(help="A name, name:option=value:..., or JSON.")] = "hybrid",
+    mechanism: Annotated[
+        str | None, typer.Option(help="A name, name:option=value:..., or JSON; multipole if there is no --text.")
+    ] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
     layers: Annotated[
         str | None, typer.Option(help="Attention layers, like 0,2,4-7; all that can be if absent.")
@@ -117,9 +122,15 @@ def convert(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with user_errors(), progress("converting") as step:
-        chosen = None if text is not None else parse_mechanism(mechanism, parse_pairs("--option", option or []))
         if text is not None and calibrate is not None:
             raise ValueError("--text and --calibrate both name texts to measure on: give --text alone")
+        if text is not None and (mechanism or option):
+            raise ValueError(
+                "--text chooses the mechanisms, and --mechanism or --option names one: to measure one on texts, give "
+                "these as --calibrate"
+            )
+        pairs = parse_pairs("--option", option or [])
+        chosen = None if text is not None else parse_mechanism(mechanism or "multipole", pairs)
         calibrate = text if text is not None else calibrate
         at = numbers(lengths)
         _check_target(model, out)
@@ -141,12 +152,11 @@ def convert(
             training = to_batches(_without(texts, aside, distill)[:documents], _BATCH, padding)
         step("calibrating and measuring each layer", 1, 5)
         unfinished = out / "choice.unfinished"
-        budget: dict[str, Any] = {}
-        if chosen is None:
-            budget = {"error": error, "length": length, "resume": unfinished, "progress": step}
+        choosing: dict[str, Any] = {"resume": unfinished, "progress": step} if chosen is None else {}
         converted, report = hf.convert(
-            copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches, **budget
-        )
+            copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches, error=error, length=length,
+            **choosing,
+        )  # fmt: skip
         record: dict[str, Any] = {"model": model, "mechanism": chosen, "layers": report.as_dict(), "machine": machine()}
         print(report)
         write_json(out / "report.json", record)

@@ -24,7 +24,7 @@ from ...mechanisms.head_groups import HeadGroups
 from ...nn.packing import run_packed
 from ..cache import StateLayer
 from .interface import Call, Seen, mechanism_of
-from .masks import visible_after, visible_keys
+from .masks import absorbed, same_tokens, visible_after, visible_keys
 
 __all__ = ["Converted", "ConvertedLayer", "CrossLayer", "attend_seen", "each_query_alone", "joined", "unjoined"]
 
@@ -38,12 +38,12 @@ class ConvertedLayer(StateLayer):
     """The state of one converted layer in a cache whose other layers may keep keys.
 
     Its mask covers all tokens so far, as for layers that keep keys: one mask serves both kinds, whichever comes first.
-    `real` (B,) is the number of tokens so far that are no padding; None while nothing was masked.
+    `absorbed` says which tokens so far are no padding, see `masks.absorbed`; None while nothing was masked.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.real: Tensor | None = None
+        self.absorbed: Tensor | None = None
         self.waiting = 0
         # Whether a converted module is at work: to any other one a state would look like a cache of no past tokens.
         self.expected = False
@@ -71,7 +71,7 @@ class ConvertedLayer(StateLayer):
                 f"{where} was given {self.waiting} new tokens and attends with {length} queries to {call.k.shape[2]} "
                 "keys: it has keys that are in no cache. Leave it exact"
             )
-        visible = visible_after(call.mask, length, past, self.real, call.flag(module), where)
+        visible = visible_after(call.mask, length, past, self.absorbed, call.flag(module), where)
         if visible.segments is not None:
             raise ValueError(
                 f"{where} got several sequences in one row together with a cache; call with use_cache=False"
@@ -86,28 +86,23 @@ class ConvertedLayer(StateLayer):
         if full:  # a prompt whose tokens all see each other; what is generated after it sees all of it
             own = None if each_query_alone(mechanism) else key_mask
             out = mechanism(q, k, v, query_mask=own, **options)
-        if key_mask is not None or self.real is not None:
-            new = (
-                call.k.new_full((call.k.shape[0],), length, dtype=torch.long) if key_mask is None else key_mask.sum(-1)
-            )
-            self.real = (new + past) if self.real is None else self.real + new
+        self.absorbed = absorbed(self.absorbed, past, key_mask)
         self.waiting = 0
         return out.to(call.v.dtype)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back, which must be real ones; see `StateLayer.crop`."""
-        before = self.length
         super().crop(tokens_to_remove)
-        self.real = None if self.real is None else self.real - (before - self.length)
+        self.absorbed = None if self.absorbed is None else self.absorbed[:, : self.length]
 
     def _change(self, change: Any) -> None:
         super()._change(change)
-        self.real = None if self.real is None else change(self.real)
+        self.absorbed = None if self.absorbed is None else change(self.absorbed)
 
     def reset(self) -> None:
         """Forget everything; the next token is the first one."""
         super().reset()
-        self.real, self.waiting = None, 0
+        self.absorbed, self.waiting = None, 0
 
 
 class CrossLayer(ConvertedLayer):
@@ -127,23 +122,13 @@ class CrossLayer(ConvertedLayer):
         """Absorb k and v if this is the first call, then read the state: (B, Hq, L, E)."""
         size = self.length
         mask = visible_keys(call.mask, call.q.shape[2], size, False, where).key_mask
-        count = None if mask is None else mask.sum(-1)
         q, k, v = same_dtype(call)
         if self.waiting:
-            self.state, self.real = mechanism.absorb(k, v, scale=call.scale, key_mask=mask), count
+            self.state, self.absorbed = mechanism.absorb(k, v, scale=call.scale, key_mask=mask), mask
             self.waiting = 0
-        elif not _same_count(count, self.real, size):
+        elif not same_tokens(mask, self.absorbed):
             raise ValueError(f"{where} absorbed its keys under another mask than that of this call")
         return mechanism.read(q, self.state, scale=call.scale).to(call.v.dtype)
-
-
-def _same_count(one: Tensor | None, other: Tensor | None, size: int) -> bool:
-    if one is None and other is None:
-        return True
-    known = one if other is None else other
-    assert known is not None
-    full = known.new_full(known.shape, size)
-    return bool(((full if one is None else one) == (full if other is None else other)).all())
 
 
 def same_dtype(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +152,7 @@ def each_query_alone(mechanism: Mechanism) -> bool:
 def attend_seen(mechanism: Mechanism, seen: Seen, cross: bool) -> Tensor:
     """(B, Hq, L, E): a mechanism on what a call without a cache sees, also of several sequences in one row."""
     if seen.segments is not None:
-        return _packed(mechanism, seen)
+        return _packed(mechanism, seen, cross)
     own = None
     if not cross and seen.q.shape[2] == seen.k.shape[2] and not each_query_alone(mechanism):
         own = seen.key_mask
@@ -189,17 +174,22 @@ def unjoined(tokens: Tensor, like: Seen) -> list[Tensor]:
     return [x.unflatten(-1, shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
-def _packed(mechanism: Mechanism, seen: Seen) -> Tensor:
+def _packed(mechanism: Mechanism, seen: Seen, cross: bool) -> Tensor:
     assert seen.segments is not None
+    segments, tokens, real = seen.segments.expand(seen.q.shape[0], -1), joined(seen), seen.key_mask
+    # Query i stays where key i is hidden, if it is another token; what is hidden then goes along as a last column.
+    apart = cross and real is not None
+    if real is not None and cross:
+        tokens, real = torch.cat([tokens, real.unsqueeze(-1).to(tokens.dtype)], -1), None
 
     def run(tokens: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in unjoined(tokens, seen))
-        call = {"is_causal": seen.is_causal, "scale": seen.scale, "key_mask": mask, "query_mask": mask}
+        key_mask = mask & tokens[..., -1].bool() if apart else mask
+        q, k, v = (x.transpose(1, 2) for x in unjoined(tokens[..., :-1] if apart else tokens, seen))
+        call = {"is_causal": seen.is_causal, "scale": seen.scale, "key_mask": key_mask, "query_mask": mask}
         out: Tensor = mechanism(q, k, v, **call)
         return out.transpose(1, 2)
 
-    segments = seen.segments.expand(seen.q.shape[0], -1)
-    return run_packed(run, joined(seen), segments, seen.key_mask).transpose(1, 2)
+    return run_packed(run, tokens, segments, real).transpose(1, 2)
 
 
 class Converted:
@@ -296,6 +286,12 @@ class Converted:
         """(B, L, Hq, E). Dropout of the weights is not applied: they are never formed."""
         mechanism = mechanism_of(module)
         assert mechanism is not None
+        if call.paged:
+            raise ValueError(
+                f"{self.where} is converted to {mechanism.name!r} and was called by continuous batching "
+                "(generate_batch), whose paged cache holds keys; a converted layer has a state instead. Call "
+                "model.generate(...) with a padded batch, or go back with subquad.hf.revert(model)"
+            )
         refused = call.refused(self.cross)
         if refused:
             raise ValueError(
@@ -316,7 +312,7 @@ class Converted:
     def _alone(self, mechanism: Mechanism, module: nn.Module, call: Call) -> Tensor:
         """A call that sees all of its keys at once."""
         queries, keys = call.q.shape[2], call.k.shape[2]
-        seen = call.seen(module, self.where)
+        seen = call.seen(module, self.where, self.cross)
         if not self.cross and queries != keys and (seen.is_causal or self.causal):
             raise ValueError(
                 f"{self.where} is converted to {mechanism.name!r}, which has no recurrent form and so no cache to "

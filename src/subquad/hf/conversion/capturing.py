@@ -206,7 +206,7 @@ def capture(
 
     def show(module: nn.Module, call: Call) -> None:
         layer = layer_of[id(module)]
-        record(module, call.seen(module, f"the attention layer {layer.name!r}"))
+        record(module, call.seen(module, f"the attention layer {layer.name!r}", layer.cross))
 
     ours = [layer.module for layer in wanted if not isinstance(layer.module, nn.MultiheadAttention)]
     with ExitStack() as stack:

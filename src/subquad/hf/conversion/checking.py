@@ -106,7 +106,7 @@ def _try(module: nn.Module, call: Call, look: _Look) -> Tensor | None:
     deviation = math.sqrt(_SPREAD / (abs(call.scale) * math.sqrt(call.q.shape[-1])))
     tried = replace(call, q=drawn(call.q, deviation), k=drawn(call.k, deviation), v=drawn(call.v, 1.0))
     try:
-        seen = tried.seen(module, f"the attention layer {look.layer.name!r}")
+        seen = tried.seen(module, f"the attention layer {look.layer.name!r}", look.cross)
         own = tried.exact(module)
     except ValueError as error:
         look.obstacle = str(error).split(": sub-quadratic")[0]

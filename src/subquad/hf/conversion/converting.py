@@ -1,7 +1,7 @@
 """`convert`: give a model that exists linear-time attention, keep its weights, and say what that costs.
 
 Everything is built, calibrated and measured first and put in place at the end, so that an error leaves the model as
-it was. What was done is written into the model's config, which is what `save_pretrained` keeps and loading reads.
+it was. What was done is written into config.json when the model is saved (attachment.py), and loading reads it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ... import checks
-from ...mechanisms import Mechanism, create
+from ...mechanisms import MECHANISMS, Mechanism, create
 from ..plan.candidates import SDERF
-from .attachment import attach, detach, record_conversion
+from .attachment import attach, detach, forget, saved_config
 from .capturing import LayerSample, capture, select_layers
 from .checking import disagreements, look
 from .choice import Assignment, assign, needs_calibration, seen_as, without
@@ -136,21 +136,13 @@ def _measure(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any
     return ConversionReport(tuple(rows), len(batches), tokens)
 
 
-def saved_config(mechanism: Mechanism) -> dict[str, Any]:
-    """The mechanism's config, or why it has none: a callable inside cannot be written down."""
-    try:
-        return mechanism.config()
-    except TypeError as error:
-        return {"mechanism": mechanism.name, "unsaveable": str(error)}
-
-
 def convert(
     model: Model,
     mechanism: Any = None,
     layers: Iterable[int | str] | None = None,
     calibration: Iterable[Any] | None = None,
     *,
-    error: float = 0.01,
+    error: float | None = None,
     check: bool = True,
     length: int | None = None,
     positions: str | None = None,
@@ -166,8 +158,9 @@ def convert(
                  better. Without one, the fastest is chosen for every layer and head at which the model's output stays
                  within `error` on batches of `calibration` that are held out for it; it may be that nothing should be
                  converted at that length, which the report then says
-    error:       1 - cosine of the last hidden state, or of logits the larger of their relative squared error and three
-                 times the divergence of what they predict; where none is named
+    error:       where no mechanism is named, of the model's output (0.01): 1 - cosine of the last hidden state, or of
+                 logits the larger of their relative squared error and three times the divergence of what they predict.
+                 With "multipole" its own option, of each layer's output
     length:      tokens that the choice is made for; None = those of the longest batch
     layers:      numbers or names of the attention layers to convert; None = all that can be
     calibration: batches as the model takes them (dicts of tensors; texts for a SentenceTransformer). Needed by
@@ -196,7 +189,14 @@ def convert(
         how = ": load it first, transformers.AutoModel.from_pretrained(...)" if isinstance(model, str) else ""
         raise TypeError(f"model must be a torch module, got {type(model).__name__}{how}")
     _check_positions(model, positions, length)
-    given = (mechanism, layers, calibration, error, check, length, options)
+    if mechanism is not None:
+        if length is not None and positions is None:
+            raise ValueError(
+                f"length={length} is what a mechanism is chosen for, and {mechanism!r} is named; leave one of them out"
+            )
+        if error is not None:
+            options = {**_with_error(mechanism, error), **options}
+    given = (mechanism, layers, calibration, 0.01 if error is None else error, check, length, options)
     if positions is None:
         return _convert(model, *given)
     from . import sentences
@@ -260,19 +260,26 @@ def _convert(
         made = [_window_alone(a) if a.layer.index in worse else a for a in made]
         report = replace(_measure(model, made, batches), notes=(_WORSE.format(sorted(worse)),))
     # From here on nothing can fail.
-    names, facts = {}, {}
     for assignment in made:
         if assignment.mechanism is not None:
-            layer = assignment.layer
-            attach(model, layer, assignment.mechanism)
-            names[layer.name] = saved_config(assignment.mechanism)
-            facts[layer.name] = {"causal": layer.is_causal, "cross": layer.cross}
-    record_conversion(model, names, facts)
+            attach(model, assignment.layer, assignment.mechanism)
     if _is_sentence_encoder(model):
         from . import sentences
 
         sentences.mark_converted(model)
     return model, report
+
+
+def _with_error(mechanism: Any, error: float) -> dict[str, Any]:
+    """`error` as an option of the mechanism that is named, or a refusal: ignored, it would look as if it were kept."""
+    name = mechanism.get("mechanism") if isinstance(mechanism, Mapping) else mechanism
+    kind: Any = MECHANISMS.get(name) if isinstance(name, str) else name
+    if not (isinstance(kind, type) and issubclass(kind, Mechanism) and "error" in kind.options()):
+        raise ValueError(
+            f"error={error!r} is kept where no mechanism is named, or by 'multipole'; with mechanism={mechanism!r} "
+            "leave it out, and see the report's errors"
+        )
+    return {"error": error}
 
 
 _WORSE = "layers {}: their far field is worse than none on the calibration batches, so they have the window alone"
@@ -367,7 +374,7 @@ def revert(model: Model) -> Model:
         raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
     for layer in found:
         detach(model, layer)
-    record_conversion(model, None, {})
+    forget(model)
     if _is_sentence_encoder(model):
         from .sentences import mark_exact, take_learned_lengths
 

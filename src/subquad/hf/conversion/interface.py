@@ -38,7 +38,6 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _REFUSED = {
     "softcap": "a soft cap of its scores",
     "s_aux": "learned sinks in its normaliser",
-    "block_table": "a paged cache",
     "block_indices": "a choice of its own of which keys to see",
 }
 
@@ -107,21 +106,22 @@ class Call:
             return "it adds a learned bias of the relative position to every score (position_bias=)"
         return ""
 
-    def visible(self, module: nn.Module, where: str) -> Visible:
+    @property
+    def paged(self) -> bool:
+        """Whether continuous batching calls: its cache comes as an option and is no `Cache`."""
+        return any(self.options.get(name) is not None for name in ("cache", "block_table"))
+
+    def visible(self, module: nn.Module, where: str, cross: bool = False) -> Visible:
         """Which keys are seen, as the module's own function would; ValueError where that cannot be expressed."""
         queries, keys = self.q.shape[2], self.k.shape[2]
         starts = self.options.get("cu_seq_lens_q")
         if self.mask is None and isinstance(starts, Tensor) and queries == keys and self.q.shape[0] == 1:
             return Visible(self.flag(module) and queries > 1, None, segments_of(starts, queries))
-        if self.mask is not None and not isinstance(self.mask, Tensor):
-            raise ValueError(
-                f"{where} got a mask of type {type(self.mask).__name__}; use the sdpa or eager implementation"
-            )
-        return visible_keys(self.mask, queries, keys, self.flag(module), where)
+        return visible_keys(self.mask, queries, keys, self.flag(module), where, own=not cross)
 
-    def seen(self, module: nn.Module, where: str) -> Seen:
-        """All of it in the terms of a mechanism."""
-        visible = self.visible(module, where)
+    def seen(self, module: nn.Module, where: str, cross: bool = False) -> Seen:
+        """All of it in the terms of a mechanism; cross: whether the keys come from another sequence."""
+        visible = self.visible(module, where, cross)
         return Seen(self.q, self.k, self.v, visible.key_mask, visible.is_causal, self.scale, visible.segments)
 
 

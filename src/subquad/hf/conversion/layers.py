@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .interface import interface_method
+from .interface import interface_method, mechanism_of
 
 __all__ = ["AttentionLayer", "find_layers", "known_layers"]
 
@@ -117,6 +117,10 @@ def _obstacle(module: nn.Module, cross: bool) -> str:
 
 
 def _torch_obstacle(module: nn.MultiheadAttention) -> str:
+    if type(module) is not nn.MultiheadAttention and mechanism_of(module) is None:
+        return (
+            f"its class {type(module).__name__} may compute more than torch.nn.MultiheadAttention, whose place is taken"
+        )
     if module.bias_k is not None or module.add_zero_attn:
         return "it was made with add_bias_kv or add_zero_attn, which append keys of no position"
     return ""

@@ -1,9 +1,10 @@
 """Converted models come back converted: `load`, and what plain `from_pretrained` needs to do the same.
 
-transformers drops the attention implementation when it saves a model and chooses SDPA when it loads one. The note that
-`convert` leaves in the config survives; importing this module makes every transformers model that is built from a
-config with such a note put its mechanisms in before the weights arrive, and makes `from_pretrained` raise where that
-was not possible: a model saved with linear attention never comes back as an exact one.
+transformers drops the attention implementation when it saves a model and chooses SDPA when it loads one. Importing this
+module makes `save_pretrained` put notes about the conversion into config.json (attachment.py), makes every transformers
+model that is built from a config with such a note put its mechanisms in before the weights arrive, and makes
+`from_pretrained` raise where that was not possible: a model saved with linear attention never comes back as an exact
+one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import importlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...mechanisms import Mechanism, create
 from ..models.loading import settle
-from .attachment import NOTE, VERSION, attach, base_of
+from .attachment import NOTE, VERSION, attach, base_of, forget, noted
 from .choice import by_name
 from .interface import mechanism_of
 from .layers import find_layers
@@ -80,20 +82,97 @@ def _restore(model: PreTrainedModel) -> None:
             attach(model, layer, rebuild(config))
 
 
-def _refuse_exact(model: Any, where: object) -> None:
-    """After loading: every layer of the note is there and has its mechanism, or an error."""
-    note = _note(model)
-    if note is None:
-        return
+def _absent(model: PreTrainedModel, note: dict[str, Any]) -> str | None:
+    """The first layer of the note that `model` does not have or that is exact in it; None where it has all of them."""
     _, prefix = base_of(model)
     layers = {layer.name: layer.module for layer in find_layers(model)}
     for name in note["layers"]:
         module = layers.get(prefix + name, layers.get(name))
         if module is None or mechanism_of(module) is None:
+            return str(name)
+    return None
+
+
+def _refuse_exact(model: PreTrainedModel, where: object) -> bool:
+    """After loading: every layer of every note is there and has its mechanism, or an error. Whether there are notes."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and _note(part) is not None]
+    checked: list[dict[str, Any]] = []
+    for part in parts:
+        note = _note(part)
+        assert note is not None
+        if note in checked:  # the same config, or a copy that a part of the model was given
+            continue
+        checked.append(note)
+        # A model of another class may hold the one that the note is about: exactly one then.
+        holders = [one for one in parts if _note(one) == note and _absent(one, note) is None]
+        inner = {id(module) for one in holders for module in one.modules() if module is not one}
+        count = sum(id(one) not in inner for one in holders)
+        if count != 1:
+            name = _absent(part, note) or next(iter(note["layers"]), "")
+            has = f"{type(model).__name__} has {count} parts with a" if count else f"{type(part).__name__} has no"
             raise ValueError(
-                f"{where} was saved with converted attention, and {type(model).__name__} has no layer {name!r} to put "
-                f"it into; load it with the class that saved it, {model.config.architectures}, or subquad.hf.load"
+                f"{where} was saved with converted attention, and {has} layer {name!r} to put it into; load it with "
+                f"the class that saved it, {model.config.architectures}, or subquad.hf.load"
             )
+    return bool(parts)
+
+
+def _levels(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A config.json and the configs inside it."""
+    yield config
+    for name, value in config.items():
+        if name != NOTE and isinstance(value, dict):
+            yield from _levels(value)
+
+
+def _names(config: dict[str, Any]) -> list[str]:
+    note = config.get(NOTE)
+    return list(note.get("layers", {})) if isinstance(note, dict) else []
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _refuse_unnoted(model: PreTrainedModel, where: Any, options: dict[str, Any], unexpected: Any) -> None:
+    """After loading without a note: refuse if layers of the model were converted all the same.
+
+    The note may be that of a whole whose parts have none (older versions of subquad wrote no others), or in the saved
+    config and not in one that was passed; or there may be weights of mechanisms and no note at all.
+    """
+    kind, name = model.config.model_type, type(model).__name__
+    layers, prefix = [layer.name for layer in find_layers(model)], base_of(model)[1]
+    for level in _levels(_saved_config(where, options)):
+        inner = list(_levels(level))[1:]
+        if level.get("model_type") == kind:
+            names, how = _names(level), "leave config= out"
+        elif any(one.get("model_type") == kind for one in inner):
+            known = [one for part in inner for one in _names(part)]
+            names = [one for one in _names(level) if not any(_ends(one, other) for other in known)]
+            how = f"load the whole with subquad.hf.load and save it again, which writes a note for {name} too"
+        else:
+            continue
+        lost = [layer for layer in layers if any(_ends(one, layer.removeprefix(prefix)) for one in names)]
+        if lost:
+            break
+    else:
+        lost = [layer for layer in layers if any(key.startswith(f"{layer}.subquad.") for key in unexpected)]
+        how = "save the converted model with its save_pretrained, which writes the note"
+    if lost:
+        raise ValueError(
+            f"{where} was saved with converted attention, and {name} was given a config without the note that says "
+            f"how ({NOTE!r}), so that its layer {lost[0]!r} would be exact; {how}"
+        )
+
+
+def _saved_config(where: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The config.json that was just read, {} where there is none."""
+    known = {name: options[name] for name in ("cache_dir", "revision", "subfolder") if options.get(name) is not None}
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(where, local_files_only=True, **known)
+    except (OSError, ValueError, TypeError):
+        return {}
+    return dict(config)
 
 
 def _refuse_missing(info: dict[str, Any], where: object) -> None:
@@ -123,9 +202,10 @@ def _settle(model: nn.Module) -> None:
 
 
 def _install() -> None:
-    """Wrap the two methods of transformers through which every model is built and loaded."""
+    """Wrap the methods of transformers through which every model is built, loaded and saved."""
     every: Any = PreTrainedModel
-    post_init, from_pretrained = every.post_init, every.from_pretrained.__func__
+    post_init, save_pretrained = every.post_init, every.save_pretrained
+    from_pretrained = every.from_pretrained.__func__
     if hasattr(post_init, "subquad"):
         return  # this module was imported twice, as a reload does
 
@@ -138,15 +218,24 @@ def _install() -> None:
     def from_pretrained_converted(cls: Any, path: Any, *inputs: Any, **options: Any) -> Any:
         wants_info = options.pop("output_loading_info", False)
         model, info = from_pretrained(cls, path, *inputs, output_loading_info=True, **options)
-        if isinstance(model, PreTrainedModel) and _note(model) is not None:
-            _refuse_exact(model, path)
-            _refuse_missing(info, path)
-            _settle(model)
+        if isinstance(model, PreTrainedModel):
+            if _refuse_exact(model, path):
+                _refuse_missing(info, path)
+                _settle(model)
+                forget(model)
+            else:
+                _refuse_unnoted(model, path, options, info["unexpected_keys"])
         return (model, info) if wants_info else model
+
+    @functools.wraps(save_pretrained)
+    def save_pretrained_noted(self: PreTrainedModel, *inputs: Any, **options: Any) -> Any:
+        with noted(self):
+            return save_pretrained(self, *inputs, **options)
 
     post_init_converted.subquad = True  # type: ignore[attr-defined]
     every.post_init = post_init_converted
     every.from_pretrained = classmethod(from_pretrained_converted)
+    every.save_pretrained = save_pretrained_noted
 
 
 _install()
@@ -193,11 +282,12 @@ def load(folder: str | os.PathLike[str], **options: Any) -> Any:
     the mechanisms are plain options in config.json: nothing is unpickled.
     """
     config = read_config(folder)
-    if NOTE in config and (Path(folder) / "modules.json").is_file():
+    converted = any(NOTE in level for level in _levels(config))
+    if converted and (Path(folder) / "modules.json").is_file():
         from sentence_transformers import SentenceTransformer
 
         return SentenceTransformer(str(folder), trust_remote_code=True, **options)
-    if NOTE not in config and config.get("model_type") != "subquad":
+    if not converted and config.get("model_type") != "subquad":
         raise ValueError(
             f"{folder} was not saved from a converted model (its config.json has no {NOTE!r}); load it with "
             "transformers' AutoModel and call subquad.hf.convert"

@@ -85,7 +85,7 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` whose child `subquad` attends. Made by `convert`, never constructed.
 
     Weights are never formed, so the second result is None whatever `need_weights` says; dropout of weights is not
-    applied. With an exact mechanism everything is torch's own.
+    applied.
     """
 
     def forward(
@@ -101,10 +101,7 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Layouts and masks as in torch; `attn_mask` may be causal or hide keys from all queries, nothing else."""
         mechanism = mechanism_of(self)
-        if mechanism is None or mechanism.exact:
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+        assert mechanism is not None
         if query.is_nested:
             raise ValueError(
                 "a converted MultiheadAttention takes padded tensors with key_padding_mask, got nested ones"
@@ -113,6 +110,11 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
         if is_causal and attn_mask is None:
             raise ValueError(
                 f"{where}: is_causal=True is a hint about attn_mask; pass attn_mask as well, as torch asks"
+            )
+        if not mechanism.cross and key is value and query is not key:
+            raise ValueError(
+                f"{where}: query is another tensor than key and value, which is cross attention, and {mechanism.name} "
+                "goes by the places of one sequence. Pass the same tensor three times, or leave this layer exact"
             )
         seen = _seen(self, (query, key, value), key_padding_mask, attn_mask, where)
         out = attend_seen(mechanism, seen, query is not key)
@@ -127,9 +129,11 @@ def _stand_in(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def convert_torch(model: nn.Module, module: nn.MultiheadAttention, mechanism: Mechanism) -> None:
-    """Give `module`, a part of `model`, a mechanism."""
-    module.__class__ = ConvertedMultiheadAttention
+    """Give `module`, a part of `model`, a mechanism. With an exact one it goes on as it is."""
     module.add_module("subquad", mechanism)
+    if mechanism.exact:
+        return
+    module.__class__ = ConvertedMultiheadAttention
     module.register_forward_pre_hook(_stand_in)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(module is part for part in encoder.modules()):
@@ -140,8 +144,10 @@ def convert_torch(model: nn.Module, module: nn.MultiheadAttention, mechanism: Me
 
 def revert_torch(model: nn.Module, module: nn.MultiheadAttention) -> None:
     """Undo `convert_torch`."""
-    module.__class__ = nn.MultiheadAttention
     del module._modules["subquad"]
+    if not isinstance(module, ConvertedMultiheadAttention):
+        return
+    module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
     unhook(module, _stand_in)
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and hasattr(encoder, _NESTED):

@@ -91,11 +91,12 @@ def _made(core: Any) -> Iterator[dict[str, Tensor]]:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     text: dict[str, Tensor] = {}
-    if "input_ids" in names and isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
-        text = {"input_ids": _tokens(config, _ROWS, _TOKENS, generator)}
+    targets: dict[str, Tensor] = {}
+    if isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
+        text = {"input_ids": _tokens(config, _ROWS, _TOKENS, generator)} if "input_ids" in names else {}
         if "decoder_input_ids" in names:
-            text["decoder_input_ids"] = _tokens(config, _ROWS, _TARGETS, generator)
-    targets = {name: x for name, x in text.items() if name == "decoder_input_ids"}
+            targets = {"decoder_input_ids": _tokens(config, _ROWS, _TARGETS, generator)}
+        text = {**text, **targets} if text else {}
     height, width = _sizes(config, ("image_size",), 32)
     channels = _sizes(config, ("num_channels", "in_channels"), 3)[0]
     other: list[dict[str, Tensor]] = []
@@ -131,8 +132,13 @@ def _sliced(batch: Any) -> Any:
 
 
 def _with_padding(model: nn.Module, batch: Mapping[str, Tensor], side: str) -> dict[str, Tensor] | None:
-    """The tokens again, those at one end of the last row hidden; None where the model takes no such mask."""
-    names = _parameters(_core(model) or model)
+    """The tokens again, those at one end of the last row hidden; None where the model takes no such mask.
+
+    In their places stands the padding token, if there is one: some models (classifiers that read the last token) find
+    padding by it, not by the mask.
+    """
+    core: Any = _core(model) or model
+    names = _parameters(core)
     if "attention_mask" not in names or not set(batch) <= _TEXT or "input_ids" not in batch:
         return None
     ids = batch["input_ids"]
@@ -140,8 +146,11 @@ def _with_padding(model: nn.Module, batch: Mapping[str, Tensor], side: str) -> d
         return None
     mask = torch.ones_like(ids)
     mask[-1, slice(None, 3) if side == "left" else slice(-3, None)] = 0
+    padding = core.config.get_text_config().pad_token_id if hasattr(core, "config") else None
+    if isinstance(padding, int):
+        ids = ids.masked_fill(mask == 0, padding)
     kept = {name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")}
-    return {**kept, "attention_mask": mask}
+    return {**kept, "input_ids": ids, "attention_mask": mask}
 
 
 def make_trials(model: nn.Module, given: Sequence[Any]) -> list[Trial]:

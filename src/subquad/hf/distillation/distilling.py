@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ... import checks
 from ..conversion.interface import mechanism_of
-from ..conversion.layers import known_layers
+from ..conversion.layers import find_layers, known_layers
 from ..conversion.output_projections import projection_names
 from .checkpoint import Checkpoint, Stage
 from .losses import attention_loss, model_loss
@@ -125,6 +125,17 @@ def distill(
         raise ValueError("the teacher is converted itself; pass the exact model (subquad.hf.revert, or a fresh copy)")
     if not any(mechanism_of(module) is not None for module in student.modules()):
         raise ValueError("the student is not converted: call subquad.hf.convert on a copy of the teacher first")
+    if lora_steps and any(".lora_" in name for name, _ in student.named_parameters()):
+        raise ValueError(
+            "lora_steps: the student has LoRA adapters of its own, which further ones would be merged with; merge them "
+            "first, student = student.merge_and_unload(), or leave out lora_steps"
+        )
+    layers = [len(find_layers(model)) for model in (teacher, student)]
+    if layers[0] != layers[1]:
+        raise ValueError(
+            f"the teacher has {layers[0]} attention layers, the student {layers[1]}: the student must be a converted "
+            "copy of the teacher"
+        )
     settings = {"steps": steps, "lr": lr, "lora_steps": lora_steps, "lora_rank": lora_rank, "lora_lr": lora_lr,
                 "seed": seed, "batches": len(given)}  # fmt: skip
     keeper = Checkpoint(None if checkpoint is None else Path(checkpoint), settings, checkpoint_every)
