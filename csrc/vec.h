@@ -106,6 +106,17 @@ SQ_INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+SQ_INLINE vf vsqrt(vf x) {
+#if SQ_VL == 16 && defined(__AVX512F__)
+  return (vf)_mm512_sqrt_ps((__m512)x);
+#elif SQ_VL == 8 && defined(__AVX2__)
+  return (vf)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int i = 0; i < VL; i++) x[i] = __builtin_sqrtf(x[i]);
+  return x;
+#endif
+}
+
 // a * b + c in one rounding where the machine can; spelled out, because contraction is up to the optimiser.
 SQ_INLINE vf fused(vf a, vf b, vf c) {
 #if SQ_VL == 16 && defined(__AVX512F__)

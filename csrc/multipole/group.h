@@ -199,8 +199,12 @@ static void select_for_error(Group& k, long i0, long n, long vectors, long colum
     vf total = zero();
     const vf reach = splat(rising * sqrtf(k.square[i0 + r]));
     for (long j = 0; j < vectors * VL; j += VL) {
-      // A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one.
-      const vf rise = vmax(reach * load(c.radius + j) - second_order(k, i0 + r, j), zero());
+      // A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one,
+      // or, where scores spread widely, that of the largest of n such scores.
+      const vf size = vmax(load(c.log_size + j), zero());
+      const vf largest = splat(2.0f) * vsqrt(splat(0.5f * k.square[i0 + r]) * load(c.variance + j) * size) - size;
+      const vf above = vmax(reach * load(c.radius + j), largest);
+      const vf rise = vmax(above - second_order(k, i0 + r, j), zero());
       const vf weight = vmin(load(k.other + r * k.lds + j) * vexp(vmin(rise, splat(80.0f))), splat(1.0f));
       const vf e = expected_error(k, i0 + r, j, weight, load(k.criterion + j), norm);
       store(k.criterion + j, e);

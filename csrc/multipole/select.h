@@ -217,16 +217,19 @@ static void select_by_error(const Clusters& c, const float* error, float total, 
   s.count = s.keys = 0;
   s.limited = false;
   if (!(total > allowed)) return;
+  // In double: what is left decides, and the first clusters may be a million times as large.
+  double left = 0.0;
+  for (long j = 0; j < columns; j++) left += error[j];
   collect(c, error, columns, allowed / (float)columns, list);  // what is below adds up to less than is allowed
   for (long i = list.n / 2 - 1; i >= 0; i--) sift_down(list, list.n, i);
-  for (long n = list.n; n > 0 && total > allowed; n--) {
+  for (long n = list.n; n > 0 && left > allowed; n--) {
     if (s.keys + (long)list.size[0] > most) {
       s.limited = true;
       return;
     }
     s.columns[s.count++] = list.column[0];
     s.keys += (long)list.size[0];
-    total -= list.value[0];
+    left -= list.value[0];
     exchange(list, 0, n - 1);
     sift_down(list, n - 1, 0);
   }

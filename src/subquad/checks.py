@@ -105,6 +105,10 @@ def check_queries(q: object, head_dim: int, heads: int | None) -> None:
             f"q has head width {q.shape[-1]} ({describe_shape(q)}), but the mechanism was created with "
             f"head_dim={head_dim}; the layout is (batch, heads, length, head_dim)"
         )
+    if q.shape[1] == 0:
+        raise ValueError(
+            f"q has no heads ({describe_shape(q)}); expected (batch, heads, length, head_dim) with one or more"
+        )
     if heads is not None and q.shape[1] != heads:
         raise ValueError(f"q has {q.shape[1]} heads ({describe_shape(q)}), but the mechanism was created with {heads=}")
 
@@ -120,6 +124,10 @@ def check_keys(k: object, v: object, head_dim: int, kv_heads: int | None) -> Non
         raise ValueError(
             f"k and v must agree in batch, heads and length, got k {describe_shape(k)} and v {describe_shape(v)}"
         )
+    if k.shape[1] == 0:
+        raise ValueError(
+            f"k has no heads ({describe_shape(k)}); expected (batch, heads, length, head_dim) with one or more"
+        )
     if kv_heads is not None and k.shape[1] != kv_heads:
         raise ValueError(
             f"k has {k.shape[1]} heads ({describe_shape(k)}), but the mechanism was created with {kv_heads=}"
@@ -128,6 +136,12 @@ def check_keys(k: object, v: object, head_dim: int, kv_heads: int | None) -> Non
         raise ValueError(
             f"k and v must share device and dtype, got {k.device} {k.dtype} and {v.device} {v.dtype}; use v = v.to(k)"
         )
+
+
+def check_value_width(v: Tensor) -> None:
+    """Refuse values without components where something is to be kept of them."""
+    if v.shape[-1] == 0:
+        raise ValueError(f"v must have a width of at least 1, got {describe_shape(v)}: there is nothing to average")
 
 
 def check_attention(q: Any, k: Any, v: Any, *, head_dim: int, heads: int | None, kv_heads: int | None) -> None:

@@ -110,9 +110,9 @@ class Checkpoints:
         marks = tuple(mark for mark in self.marks if mark[0] <= length)
         (at, state), done, kept = marks[-1], oldest, []
         for k, v, mask in self.tokens:
-            some = min(length - done, k.shape[2])
-            if some <= 0:
+            if done >= length:
                 break
+            some = min(length - done, k.shape[2])
             piece: Piece = (k[:, :, :some], v[:, :, :some], None if mask is None else mask[:, :some])
             if done >= at:
                 assert self.again is not None

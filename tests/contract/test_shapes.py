@@ -40,6 +40,25 @@ def test_an_empty_batch(first_case):
         assert all(x.grad.shape == x.shape for x in (q, k, v))
 
 
+def test_scanning_an_empty_batch(recurrent_case):
+    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs(batch=0, length=20)
+    out, state = attn.scan(q, k, v)
+    more, _ = attn.scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+    assert out.shape == (0, 2, 20, 6) and more.shape == (0, 2, 1, 6)
+
+
+def test_scanning_values_of_no_width_is_refused(recurrent_case):
+    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs(length=5)
+    with pytest.raises(ValueError, match="v must have a width of at least 1"):
+        attn.scan(q, k, v[..., :0])
+
+
+def test_no_heads_are_refused(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=5)
+    with pytest.raises(ValueError, match="q has no heads"):
+        attn(q[:, :0], k[:, :0], v[:, :0])
+
+
 def test_no_tokens_are_a_part_of_the_graph(first_case):
     for is_causal in first_case.causal_modes:
         q, k, v = (x.clone().requires_grad_() for x in first_case.inputs(length=0))

@@ -38,6 +38,31 @@ def test_func_grad_and_vmap(case):
             assert (mapped[i] - attn(*(x[i] for x in stacked), is_causal=is_causal)).abs().max() <= case.tolerance
 
 
+def test_vmap_over_one_argument(first_case):
+    attn, inputs = first_case.make(), first_case.inputs(length=12)
+    for place in range(3):
+        several = torch.stack([inputs[place], 2 * inputs[place]])
+
+        def run(x, place=place):
+            return attn(*inputs[:place], x, *inputs[place + 1 :])
+
+        mapped = torch.func.vmap(run)(several)
+        for got, x in zip(mapped, several, strict=True):
+            assert (got - run(x)).abs().max() <= first_case.tolerance
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+def test_forward_mode_is_right_or_names_the_backend_that_has_it(first_case):
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=12)
+    direction = torch.ones_like(v)
+    try:
+        _, got = torch.func.jvp(lambda v: attn(q, k, v), (v,), (direction,))
+    except NotImplementedError as error:
+        assert 'backend="reference"' in str(error)
+        return
+    assert (got - (attn(q, k, v + 1e-3 * direction) - attn(q, k, v)) / 1e-3).abs().max() < 1e-4
+
+
 def test_gradcheck(float64_case):
     attn, (q, k, v) = float64_case.make(head_dim=4), float64_case.inputs(batch=1, length=6, head_dim=4, width=3)
     for is_causal in float64_case.causal_modes:

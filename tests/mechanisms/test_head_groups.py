@@ -235,3 +235,34 @@ def test_uncalibrated_balance_says_what_to_do():
     attn = HeadGroups(D, H, groups=[{"heads": [0, 1, 2, 3], "mechanism": "performer", "seed": 0}], balance=True)
     with pytest.raises(RuntimeError, match="calibrate"):
         attn(*inputs())
+
+
+@pytest.mark.parametrize("constant", ["queries", "keys", "shifted keys"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        {"mechanism": "multipole", "chunk": 8, "clusters": 2},
+        {"mechanism": "performer", "num_features": 32, "seed": 3},
+        {"mechanism": "clustered", "clusters": 3, "seed": 3},
+        SDERF,
+    ],
+    ids=["multipole", "performer", "clustered", "sderf"],
+)
+def test_a_head_that_is_constant_in_the_calibration_data(mechanism, constant):
+    q, k, v = inputs(heads=2, dtype=torch.float32)
+    (q if constant == "queries" else k)[:, 1] = 3.0 if constant == "shifted keys" else 0.0
+    attn = sq.create("head-groups", D, 2, groups=[{"heads": [0, 1], **mechanism}], balance=True)
+    attn.calibrate(q, k)
+    exact = sq.attention(q, k, v, "softmax")[:, 1]
+    assert (attn(q, k, v)[:, 1] - exact).abs().max() < (0.2 if constant == "queries" else 1e-4)
+
+
+def test_states_of_any_mechanism_move_and_detach():
+    groups = [{"heads": [i], "mechanism": name} for i, name in enumerate(("softmax", "linear", "multipole"))]
+    attn = sq.create("head-groups", D, 3, groups=groups)
+    q, k, v = (x.requires_grad_() for x in inputs(heads=3))
+    _, state = attn.scan(q, k, v)
+    for made in (state.detach(), state.to("cpu")):
+        out, _ = attn.scan(q, k, v, made)
+        assert torch.allclose(out, attn.scan(q, k, v, state)[0])
+    assert not any(x.requires_grad for x in torch.utils._pytree.tree_leaves(state.detach()))

@@ -28,10 +28,10 @@ def test_a_cropped_state_goes_on_as_if_the_tokens_had_never_been(name, options):
 
         want = attn(q, k, v, is_causal=True, key_mask=key_mask)
         state, at = sq.Checkpoints(every=6), 0
-        for size, back in ((13, 6), (1, 0), (1, 0), (1, 0), (5, 5), (3, 0), (1, 4), (6, 2), (10, 6)):
+        for size, back in ((13, 6), (1, 0), (0, 0), (1, 0), (1, 0), (5, 5), (3, 0), (1, 4), (6, 2), (10, 6)):
             args, call = part(at, at + size)
             out, state = attn.scan(*args, state, **call)
-            assert (out - want[:, :, at : at + size]).abs().max() < 1e-9
+            assert (out - want[:, :, at : at + size]).abs().sum() < 1e-8
             at += size - back
             state = state.crop(at)
         args, call = part(at, 40)

@@ -6,6 +6,20 @@ import torch
 import subquad as sq
 
 
+def test_start(decoder, tokens):
+    model = decoder("linear")
+    ids = tokens(2, 5)
+    assert torch.equal(model(ids, start=3), model(ids, start=torch.tensor([3, 3])))
+    for call in (model, model.scan):
+        for start in (1.5, True, "0", torch.tensor([1.0, 2.0])):
+            with pytest.raises(TypeError, match=r"start must be an integer or an int64 tensor of shape \(2,\), got"):
+                call(ids, start=start)
+        with pytest.raises(ValueError, match=r"one position per sequence, shape \(2,\), got \(1,\)"):
+            call(ids, start=torch.tensor([1]))
+        with pytest.raises(ValueError, match=r"start must be 0 or more, got \[-1, -1\]"):
+            call(ids, start=-1)
+
+
 def test_tokens(decoder, tokens):
     model = decoder("linear")
     for call in (model, model.scan):
@@ -78,7 +92,7 @@ def test_states_of_another_model(decoder, tokens):
     random = decoder("performer")
     _, states = random.scan(ids)
     random.redraw()
-    with pytest.raises(ValueError, match="can only be continued by the mechanism, draw and scale"):
+    with pytest.raises(ValueError, match="can only be continued by the mechanism, draw, calibration and scale"):
         random.scan(ids, states)
 
 

@@ -112,3 +112,16 @@ def test_wrong_segments_are_refused(decoder, tokens):
     # Nothing but padding is no error: there is nothing to give back.
     nothing = model(x, segment_ids=torch.zeros_like(x), key_mask=torch.zeros(1, 4, dtype=torch.bool))
     assert nothing.shape == (1, 4, 19) and nothing.abs().max() == 0
+
+
+def test_padding_inside_a_segment():
+    model = encoder("softmax")
+    x = torch.randn(2, 12, 16, dtype=torch.float64)
+    ids, mask = (torch.arange(12) >= 6).long().expand(2, 12), torch.ones(2, 12, dtype=torch.bool)
+    mask[0, 2] = mask[1, 6] = mask[1, 11] = False
+    out = model(x, segment_ids=ids, key_mask=mask)
+    for row in range(2):
+        for number in range(2):
+            there = (ids[row] == number) & mask[row]
+            assert torch.allclose(out[row, there], model(x[row : row + 1, there])[0])
+    assert not out[~mask].any()

@@ -113,5 +113,20 @@ def test_a_changed_parameter_is_refused(tokens):
     loss = model(tokens(1, 5)).sum()
     with torch.no_grad():
         model.blocks[0].feed.up.weight.add_(1.0)
-    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="changed between forward and backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("how", ["reversible", "checkpointed"])
+def test_what_changes_before_the_backward_is_refused(how, tokens):
+    mechanism = {"mechanism": "performer", "num_features": 8, "seed": 0}
+    model = sq.nn.TransformerDecoder(
+        layers=2, heads=2, dim=16, vocab=19, mechanism=mechanism, reversible=how == "reversible", seed=0
+    )
+    if how == "checkpointed":
+        model.checkpoint_activations()
+    loss = model(tokens(2, 12)).square().sum()
+    model.redraw()
+    with pytest.raises(RuntimeError, match=r"call backward\(\) before optimizer.step\(\), redraw\(\)"):
+        loss.backward()
+    model(tokens(2, 12)).square().sum().backward()

@@ -173,3 +173,11 @@ def test_wrong_tensors():
             sq.predict_error(q, x, "performer")
     with pytest.raises(ValueError, match="as many queries as keys"):
         sq.predict_error(q, k, "performer", is_causal=True)
+
+
+def test_unknown_mechanisms_are_refused_by_name():
+    q, k = gaussian()
+    with pytest.raises(ValueError, match=r"'performr' is not known; .*did you mean 'performer'"):
+        sq.predict_error(q, k, "performr")
+    with pytest.raises(TypeError, match="must be a name, a Mechanism class or a Mechanism object, got dict"):
+        sq.predict_error(q, k, {"mechanism": "linear"})

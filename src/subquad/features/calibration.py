@@ -10,6 +10,7 @@ would let earlier tokens see later ones.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ __all__ = ["Calibration", "balancing_map", "calibrations", "whitening_map"]
 
 # Of the mean variance, added to every direction: directions that the sample hardly shows are not stretched beyond it.
 FLOOR = 1e-3
+# Mean variance below which a head is as good as constant: nothing says how its coordinates should be stretched.
+CONSTANT = 1e-20
 
 
 def _power(matrix: Tensor, exponent: float) -> Tensor:
@@ -32,11 +35,11 @@ def _power(matrix: Tensor, exponent: float) -> Tensor:
 
 
 def _floored(cov: Tensor) -> Tensor:
-    """cov (H, D, D) in float64, with something in directions that are never used."""
+    """cov (H, D, D) in float64, with something in directions that are never used; the identity for a constant head."""
     cov = cov.to(torch.float64)
     mean = cov.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(cov.shape[-1], dtype=torch.float64, device=cov.device)
-    return cov + (FLOOR * mean + torch.finfo(torch.float64).tiny) * eye
+    return torch.where(mean > CONSTANT, cov + FLOOR * mean * eye, eye)
 
 
 def balancing_map(query_cov: Tensor, key_cov: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +99,7 @@ class Calibration(Float32Buffers):
             self.register_buffer(f"{side}_cov", torch.zeros(heads, head_dim, head_dim))
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
         self._known_ready = False
+        self._checksum = 0
 
     @property
     def ready(self) -> bool:
@@ -107,6 +111,24 @@ class Calibration(Float32Buffers):
     def _look(self) -> None:
         # Read when the data changes: afterwards no call has to wait for a device, and a compiled graph need not look.
         self._known_ready = not self.counts.is_meta and bool((self.counts > 0).all())
+        if self._known_ready:
+            held = torch.cat([self.query_mean.flatten(), self.key_mean.flatten()]).detach().cpu()
+            self._checksum = zlib.crc32(bytes(held.view(torch.uint8).tolist()))
+
+    @property
+    def fingerprint(self) -> str:
+        """What identifies the statistics: a state made with others holds other features.
+
+        >>> a, b = Calibration(1, 2), Calibration(1, 2)
+        >>> a.update(*torch.randn(2, 1, 1, 9, 2))
+        >>> b.load_state_dict(a.state_dict())
+        <All keys matched successfully>
+        >>> before = a.fingerprint
+        >>> a.update(*torch.randn(2, 1, 1, 9, 2))
+        >>> b.fingerprint == before, a.fingerprint == before
+        (True, False)
+        """
+        return f"{self._checksum:08x}" if self.ready else "none"
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -18,14 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import checks
 
-__all__ = ["Backend", "Call", "Oracle", "by_name", "choose", "differentiable_once", "refuse_second_derivatives"]
+__all__ = [
+    "Backend",
+    "Call",
+    "Oracle",
+    "by_name",
+    "choose",
+    "differentiable_once",
+    "refuse_forward_mode",
+    "refuse_second_derivatives",
+]
 
 
 class Call(NamedTuple):
@@ -159,6 +168,14 @@ class _Refused(torch.autograd.Function):
         raise NotImplementedError(f'{ctx.what} has no second derivative; call the mechanism with backend="reference"')
 
 
+def refuse_forward_mode(what: str) -> NoReturn:
+    """What `jvp` of a kernel's autograd.Function does: torch's own message would not say what to do."""
+    raise NotImplementedError(
+        f"{what} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian); call the mechanism with "
+        'backend="reference", or use torch.func.jacrev'
+    )
+
+
 def _refused(what: str, grads: tuple[Any, ...], sources: tuple[Tensor, ...]) -> tuple[Any, ...]:
     found = [g for g in grads if isinstance(g, Tensor) and g.is_floating_point()]
     run: Any = _Refused.apply
@@ -197,6 +214,10 @@ class _Guarded(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.what = inputs[0]
         ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode(ctx.what)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

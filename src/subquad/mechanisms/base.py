@@ -257,6 +257,7 @@ class Mechanism(nn.Module):
                 f"{self.name} has no recurrent form, so it cannot scan; choose one of list_mechanisms(recurrent=True)"
             )
         checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        checks.check_value_width(v)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
@@ -282,6 +283,7 @@ class Mechanism(nn.Module):
         if not self.absorbs:
             raise NotImplementedError(f"{self.name} has no state to absorb into; see list_mechanisms(recurrent=True)")
         checks.check_keys(k, v, self.head_dim, self.kv_heads)
+        checks.check_value_width(v)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         checks.check_chunk_size(chunk_size)
         k, v = without_padding(k, v, key_mask)

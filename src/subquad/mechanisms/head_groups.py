@@ -20,6 +20,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .. import checks
 from ..features.calibration import Calibration, balancing_map, calibrations, whitening_map
@@ -47,13 +48,15 @@ class HeadGroupsState:
         check_same(self, later)
         return replace(self, parts=tuple(merge(a, b) for a, b in zip(self.parts, later.parts, strict=True)))
 
-    def to(self, *args: Any, **kwargs: Any) -> HeadGroupsState:
+    def to(self, device: torch.device | str) -> HeadGroupsState:
         """The same state on another device."""
-        return replace(self, parts=tuple(part.to(*args, **kwargs) for part in self.parts))
+        moved: HeadGroupsState = pytree.tree_map(lambda x: x.to(device), self)
+        return moved
 
     def detach(self) -> HeadGroupsState:
         """The same state, cut off from the graph."""
-        return replace(self, parts=tuple(part.detach() for part in self.parts))
+        cut: HeadGroupsState = pytree.tree_map(torch.detach, self)
+        return cut
 
 
 register_state(HeadGroupsState)
@@ -337,7 +340,10 @@ class HeadGroups(Mechanism):
         return self._joined(outs)
 
     def _origin(self, scale: float) -> str:
-        return f"head-groups {self._heads} of {[type(part).__name__ for part in self.parts()]} scale {scale:.9g}"
+        # Draws and calibration of the parts are in the origins of their own states.
+        balanced = "" if self.balancing is None else f" balance {self.balancing.calibration.fingerprint}"
+        names = [type(part).__name__ for part in self.parts()]
+        return f"head-groups {self._heads} of {names}{balanced} scale {scale:.9g}"
 
     def _states(self, state: Any, scale: float) -> Sequence[Any]:
         if state is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import checks
 from ..features.base import FeatureMap
+from ..features.calibration import Calibration
 from ..kernels import dispatch
 from ..kernels.operator import Call
 from ..kernels.windowed_linear import WindowedLinear
@@ -48,7 +49,10 @@ class Kernelised(Mechanism):
 
     def _origin(self, scale: float) -> str:
         draw = self.feature_map.draw_key()
-        return f"{self.name}({self.extra_repr()}) draw {draw} scale {scale:.9g}"
+        # Of the children themselves: reading the whole module tree would take a good part of a decode step.
+        statistics = self.feature_map._modules.get("calibration")
+        calibrated = f" calibration {statistics.fingerprint}" if isinstance(statistics, Calibration) else ""
+        return f"{self.name}({self.extra_repr()}) draw {draw}{calibrated} scale {scale:.9g}"
 
     def _spec(self, is_causal: bool) -> WindowedLinear:
         return WindowedLinear(self.feature_map, causal=is_causal, normalise=self.normalise)

@@ -30,7 +30,7 @@ from ..kernels.multipole.states import ConstantState, MultipoleState
 from ..kernels.operator import Call
 from ..kernels.padding import Order
 from ..state import check_continues, check_fits
-from .base import Mechanism
+from .base import Mechanism, without_padding
 
 __all__ = ["ConstantState", "Multipole", "MultipoleState"]
 
@@ -123,6 +123,8 @@ class Multipole(Mechanism):
                 raise TypeError(f"{argument} must be a number, got {number!r} of type {type(number).__name__}")
             if not 0 <= number <= most:
                 raise ValueError(f"{argument} must be between 0 and {most:g}, got {number}")
+        if error == 0 and exact_keys is not None:
+            raise ValueError(f"error=0 is exact attention, which exact_keys={exact_keys} would limit; give one of them")
         checks.check_option("memory", memory, ("all", "constant"))
         if memory == "constant":
             limit, sinks = 256 if limit is None else limit, 4 if sinks is None else sinks
@@ -317,10 +319,12 @@ class Multipole(Mechanism):
         if self.constant_memory:
             raise ValueError("memory='constant' chooses no keys, so there is nothing to inspect; use memory='all'")
         checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
+        checks.check_value_width(v)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         if is_causal and q.shape[2] != k.shape[2]:
             raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
         call = Call(self.resolve_scale(scale), key_mask)
+        k, v = without_padding(k, v, key_mask)
         with torch.no_grad(), full_precision(q):
             return inspect(self._spec(causal=is_causal), call, q, k, v)
 
@@ -339,8 +343,9 @@ class Multipole(Mechanism):
 
             sum_{i,far c} P_c^2 ((e^{2t} - 1) V_c + ((e^{2t} - 1) / n_c + t^2 / 4) |vbar_c - out_i|^2) / sum_i |out_i|^2
 
-        with P_c the weight of cluster c, t its second-order term, V_c the summed variance of its values. It is an upper
-        bound in practice, of about twice the error; it is no guarantee.
+        with P_c the weight of cluster c, t its second-order term, V_c the summed variance of its values. In real models
+        it is mostly an upper bound, of about twice the error. It is no guarantee: where scores inside one cluster are
+        tens apart (large vectors without structure) a single key decides, and it can be far too small.
 
         >>> import torch, subquad as sq
         >>> attn = sq.create("multipole", head_dim=8, chunk=32, clusters=4, exact_keys=8, seed=0)

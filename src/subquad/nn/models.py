@@ -19,7 +19,7 @@ from .states import ModelState
 __all__ = ["EncoderDecoder", "TransformerDecoder", "TransformerEncoder"]
 
 
-def _refuse_start(start: Tensor | None) -> None:
+def _refuse_start(start: int | Tensor | None) -> None:
     if start is not None:
         raise ValueError("start and segment_ids cannot be combined: each segment begins at position 0")
 
@@ -63,13 +63,13 @@ class TransformerEncoder(Stack):
         is_causal: bool = False,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        start: Tensor | None = None,
+        start: int | Tensor | None = None,
     ) -> Tensor:
         """x (B, L) ids or (B, L, dim) -> (B, L, dim).
 
         key_mask:    (B, L) bool, True = real; padding may stand anywhere; its outputs have no meaning
         segment_ids: (B, L) integers: several sequences in a row, each as if it were alone
-        start:       (B,) int64: the position of the first token, for a piece of a longer sequence; None = 0
+        start:       position of the first token, for a piece of a longer sequence: an integer or (B,) int64; None = 0
         """
         self.check_input("x", x)
         if segment_ids is not None:
@@ -142,14 +142,14 @@ class TransformerDecoder(Stack):
         segment_ids: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
-        start: Tensor | None = None,
+        start: int | Tensor | None = None,
     ) -> Tensor:
         """tokens (B, L) -> logits (B, L, vocab); position i has seen tokens 0..i.
 
         key_mask:    (B, L) bool, True = real; padding may stand anywhere; its outputs have no meaning
         segment_ids: (B, L) integers: several sequences in a row, each as if it were alone
         memory:      (B, S, dim) for models with cross_mechanism, memory_mask (B, S)
-        start:       (B,) int64: the position of the first token, for a piece of a longer sequence; None = 0
+        start:       position of the first token, for a piece of a longer sequence: an integer or (B,) int64; None = 0
         """
         self.check_input("tokens", tokens)
         if (memory is None) != (self.config.cross_mechanism is None):

@@ -28,22 +28,27 @@ def _check(segment_ids: object, like: Tensor) -> None:
         )
 
 
-def _starts(segment_ids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """(B, L) bool: where a segment begins; padding is as a segment of its own. A segment is in one piece."""
-    ids = segment_ids.long()
-    if key_mask is not None:
-        # A number that no segment has.
-        ids = ids.masked_fill(~key_mask, int(ids.min()) - 1)
+def _segments(segment_ids: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(places of the real tokens in the flat batch, where each segment begins among them, its length).
+
+    The real tokens of a segment stand together; padding between them does not count.
+    """
+    length = segment_ids.shape[1]
+    real = torch.ones_like(segment_ids, dtype=torch.bool) if key_mask is None else key_mask
+    places = real.flatten().nonzero().squeeze(-1)
+    rows, ids = places // max(length, 1), segment_ids.flatten()[places].long()
     first = torch.ones_like(ids, dtype=torch.bool)
-    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    real = first if key_mask is None else first & key_mask
-    for row, (numbers, begins) in enumerate(zip(ids, real, strict=True)):
-        if numbers[begins].unique().numel() != int(begins.sum()):
-            raise ValueError(
-                f"segment_ids: in row {row} a number appears again after another one; the tokens of a segment must "
-                "stand together, and each segment of a row needs a number of its own"
-            )
-    return first
+    first[1:] = (ids[1:] != ids[:-1]) | (rows[1:] != rows[:-1])
+    begin = first.nonzero().squeeze(-1)
+    named = torch.stack([rows[begin], ids[begin]])
+    _, place, count = named.unique(dim=1, return_inverse=True, return_counts=True)
+    again = (count[place] > 1).nonzero()
+    if len(again):
+        raise ValueError(
+            f"segment_ids: in row {int(named[0, again[0]])} a number appears again after another one; the tokens of a "
+            "segment must stand together, and each segment of a row needs a number of its own"
+        )
+    return places, begin, torch.diff(begin, append=begin.new_tensor([len(places)]))
 
 
 def run_packed(
@@ -56,13 +61,8 @@ def run_packed(
     [[1, 2, 1, 2, 3]]
     """
     _check(segment_ids, x)
-    first = _starts(segment_ids, key_mask).flatten()
+    places, begin, length = _segments(segment_ids, key_mask)
     flat = x.flatten(0, 1)
-    begin = first.nonzero().squeeze(-1)  # (N,)
-    length = torch.diff(begin, append=begin.new_tensor([flat.shape[0]]))
-    if key_mask is not None:
-        kept = key_mask.flatten()[begin]
-        begin, length = begin[kept], length[kept]
     # Lengths in (2^(i-1), 2^i] share a batch.
     size_class = torch.ceil(torch.log2(length.double())).long()
     out: Tensor | None = None
@@ -71,7 +71,7 @@ def run_packed(
         starts, lengths = begin[chosen], length[chosen]
         place = torch.arange(int(lengths.max()), device=x.device)
         mask = place < lengths[:, None]
-        index = torch.where(mask, starts[:, None] + place, starts[:, None])
+        index = places[torch.where(mask, starts[:, None] + place, starts[:, None])]
         done = run(flat[index], mask)
         if out is None:
             out = done.new_zeros(flat.shape[0], *done.shape[2:])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..features.precision import compute_dtype
 from ..kernels.checkpointing import tracing
 
-__all__ = ["LearnedPositions", "Rotation", "SinusoidalPositions", "rotation_at", "token_positions"]
+__all__ = ["LearnedPositions", "Rotation", "SinusoidalPositions", "checked_start", "rotation_at", "token_positions"]
 
 
 def token_positions(length: int, key_mask: Tensor | None, device: torch.device, start: Tensor | None = None) -> Tensor:
@@ -32,6 +32,27 @@ def token_positions(length: int, key_mask: Tensor | None, device: torch.device, 
     if key_mask is not None:
         positions = (key_mask.cumsum(-1) - 1).clamp(min=0)
     return positions if start is None else start[:, None] + positions
+
+
+def checked_start(start: object, batch: int, device: torch.device) -> Tensor | None:
+    """Where sequences begin, (batch,) int64, from None, an integer or such a tensor; anything else is refused.
+
+    >>> checked_start(5, 2, torch.device("cpu")).tolist()
+    [5, 5]
+    """
+    if start is None:
+        return None
+    if isinstance(start, int) and not isinstance(start, bool):
+        start = torch.full((batch,), start, device=device)
+    if not isinstance(start, Tensor) or start.dtype not in (torch.int32, torch.int64):
+        kind = start.dtype if isinstance(start, Tensor) else f"{start!r} ({type(start).__name__})"
+        raise TypeError(f"start must be an integer or an int64 tensor of shape ({batch},), got {kind}")
+    if tuple(start.shape) != (batch,):
+        raise ValueError(f"start must have one position per sequence, shape ({batch},), got {tuple(start.shape)}")
+    # Looking is free on a CPU; elsewhere it would make every call wait.
+    if start.device.type == "cpu" and not tracing(start) and bool((start < 0).any()):
+        raise ValueError(f"start must be 0 or more, got {start.tolist()}")
+    return start.long()
 
 
 def _wide(device: torch.device) -> torch.dtype:

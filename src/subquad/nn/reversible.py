@@ -22,6 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..kernels.checkpointing import tracing
 from .blocks import Block, Branch, Call
+from .recomputing import Unchanged
 
 __all__ = ["run_reversible"]
 
@@ -76,7 +77,7 @@ class _ReversibleStack(torch.autograd.Function):
         ctx.blocks, ctx.call, ctx.randomness = blocks, replace(call, memory=None), randomness
         ctx.autocast = _Autocast(x.device.type)
         # The modules own the parameters, so they need no saving; that they are still the same is checked below.
-        ctx.parameters, ctx.versions = parameters, [p._version for p in parameters]
+        ctx.parameters, ctx.unchanged = parameters, Unchanged(blocks)
         ctx.save_for_backward(*pair, memory)
         return (pair[0] + pair[1]) / 2
 
@@ -85,11 +86,7 @@ class _ReversibleStack(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         a, b, memory = ctx.saved_tensors
         parameters = ctx.parameters
-        if [p._version for p in parameters] != ctx.versions:
-            raise RuntimeError(
-                "a parameter of a reversible stack was changed in place between forward and backward, so activations "
-                "cannot be rebuilt; call backward() before optimizer.step()"
-            )
+        ctx.unchanged.check()
         if memory is not None:
             memory = memory.detach().requires_grad_(ctx.needs_input_grad[3])
         totals: list[Tensor | None] = [None] * len(parameters)

@@ -22,7 +22,8 @@ from .attention import MultiheadAttention, calibrating, check_sequence
 from .blocks import Block, Call, make_norm
 from .config import ModelConfig
 from .layer_mechanisms import draw_seed, layer_mechanisms
-from .positions import LearnedPositions, Rotation, SinusoidalPositions, rotation_at, token_positions
+from .positions import LearnedPositions, Rotation, SinusoidalPositions, checked_start, rotation_at, token_positions
+from .recomputing import recomputed
 from .reversible import run_reversible
 from .states import ModelState
 
@@ -218,14 +219,15 @@ class Stack(Model):
         key_mask: Tensor | None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
-        start: Tensor | None = None,
+        start: int | Tensor | None = None,
         between: list[Tensor] | None = None,
     ) -> Tensor:
-        """x (B, L) or (B, L, dim) -> (B, L, dim), after the final norm; positions begin at `start` (B,), or 0.
+        """x (B, L) or (B, L, dim) -> (B, L, dim), after the final norm; positions begin at `start`, an integer or (B,).
 
         between: gets the input of the first block and the output of each
         """
         checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
+        start = checked_start(start, x.shape[0], x.device)
         order = None
         if key_mask is not None:
             # Padding at either end of a sequence exists for no mechanism; inside, some would count it as a place.
@@ -242,7 +244,7 @@ class Stack(Model):
         else:
             for block in blocks:
                 if self.checkpointing and self.training and torch.is_grad_enabled():
-                    h = checkpoint(block, h, call, use_reentrant=False)
+                    h = checkpoint(recomputed(block), h, call, use_reentrant=False)
                 else:
                     h = block(h, call)
                 if between is not None:
@@ -268,7 +270,8 @@ class Stack(Model):
 
     def empty_states(self, batch: int, device: torch.device, start: int | Tensor = 0) -> ModelState:
         """States before the first token; `start` is its position, an integer or (B,) int64."""
-        begin = torch.zeros(batch, dtype=torch.int64, device=device) + start
+        begin = checked_start(start, batch, device)
+        assert begin is not None
         return ModelState((None,) * self.config.layers, (), begin, torch.zeros_like(begin), self.origin)
 
     def scan_hidden(

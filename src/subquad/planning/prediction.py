@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mechanisms import create
+from ..mechanisms import MECHANISMS, create
 from ..mechanisms.base import Mechanism
 from ..mechanisms.performer import Performer
 from .baselines import uniform_error
@@ -113,8 +113,9 @@ def predict_error(
     if isinstance(mechanism, Mechanism):
         attend = copy.deepcopy(create(mechanism, q.shape[-1], **options))  # it keeps the draw that it has
     else:
-        name = mechanism if isinstance(mechanism, str) else mechanism.name
-        attend = create(mechanism, q.shape[-1], q.shape[1], k.shape[1], **with_seed(name, options, seed))
+        name = getattr(mechanism, "name", mechanism)
+        own = with_seed(name, options, seed) if isinstance(name, str) and name in MECHANISMS else options
+        attend = create(mechanism, q.shape[-1], q.shape[1], k.shape[1], **own)  # refuses what it does not know
         calibrated(attend, q, k, key_mask)
     piece = Piece(
         *(q, k, v),

@@ -21,7 +21,7 @@ def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> N
     if state.origin != origin:
         raise ValueError(
             f"the state was made by {state.origin!r}, this call is {origin!r}; "
-            "a state can only be continued by the mechanism, draw and scale that made it"
+            "a state can only be continued by the mechanism, draw, calibration and scale that made it"
         )
 
 

@@ -200,7 +200,9 @@ def shared_shift(
     key_blocks = key_weights.reshape(flat, block, count)
     value_blocks = v.reshape(flat, block, width)
     query_blocks = (
-        query_weights.reshape(batch, heads, groups, blocks, block, count).transpose(2, 3).reshape(flat, -1, count)
+        query_weights.reshape(batch, heads, groups, blocks, block, count)
+        .transpose(2, 3)
+        .reshape(flat, groups * block, count)
     )
 
     # States before each block, and after the last: plain sums, because the shift is the same for all of them. Adding
@@ -221,9 +223,9 @@ def shared_shift(
 
     def unblocked(x: Tensor) -> Tensor:
         x = (
-            x.view(batch, heads, blocks, groups, block, -1)
+            x.view(batch, heads, blocks, groups, block, x.shape[-1])
             .transpose(2, 3)
-            .reshape(batch, heads, groups, -1, x.shape[-1])
+            .reshape(batch, heads, groups, blocks * block, x.shape[-1])
         )
         return x.narrow(-2, 0, tokens)
 
@@ -249,7 +251,7 @@ def exact_causal(
         return (
             None
             if x is None
-            else F.pad(x.reshape(batch, heads, repeat, tokens, -1), (0, 0, 0, length - tokens), value=fill)
+            else F.pad(x.reshape(batch, heads, repeat, tokens, x.shape[-1]), (0, 0, 0, length - tokens), value=fill)
         )
 
     q_values, q_log = token_axis(queries.values, groups, 0.0), token_axis(queries.log_scale, groups, 0.0)
@@ -288,12 +290,12 @@ def exact_causal(
     while size < length:
 
         def halves(x: Tensor | None, index: int, size: int = size) -> Tensor | None:
-            return None if x is None else x.unflatten(3, (-1, 2, size)).select(4, index)
+            return None if x is None else x.unflatten(3, (length // (2 * size), 2, size)).select(4, index)
 
         left_log, left_values = halves(k_log, 0), halves(values, 0)
         assert left_log is not None and left_values is not None
         part = attend(halves(q_values, 1), halves(q_log, 1), halves(k_values, 0), left_log, left_values)
-        split = [x.unflatten(3, (-1, 2, size)) for x in total]
+        split = [x.unflatten(3, (length // (2 * size), 2, size)) for x in total]
         right = join(Partial(*(x.select(4, 1) for x in split)), part)
         total = Partial(*(torch.stack([x.select(4, 0), y], 4).flatten(3, 5) for x, y in zip(split, right, strict=True)))
         size *= 2

@@ -198,7 +198,8 @@ def sweep(
             left = (visible if leaving is None else leaving)[:, :, :tokens]
             # Looking is free on a CPU and saves work when nothing is hidden; the result does not depend on it.
             hidden = None if not careful and bool(left.all()) else ~left
-            queries = far.phi.queries(q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]), scale)
+            grouped = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1] * tokens, q.shape[-1])
+            queries = far.phi.queries(q.reshape(grouped), scale)
             keys = masked(far.phi.keys(k[:, :, :tokens], scale), hidden)
             values = hidden_values(v[:, :, :tokens], hidden)
             real = left[:, 0, :, 0].long()

@@ -45,6 +45,20 @@ def _members(spec: Spec, choices: Choices) -> tuple[Tensor, Tensor]:
     return (choices.order + first).flatten(2), (sizes.cumsum(-1) - sizes + first).flatten(2)
 
 
+def _owners(spec: Spec, choices: Choices) -> Tensor:
+    """The cluster of every rank (B, H, n * chunk)."""
+    number = spec.slots * torch.arange(choices.order.shape[2], device=choices.order.device)[:, None]
+    slot = (slot_of_members(spec, choices.sizes).clamp(max=spec.slots - 1) + number).flatten(2)
+    return torch.zeros_like(slot).scatter(-1, _members(spec, choices)[0].long(), slot)
+
+
+def _members_of(owner: Tensor, selection: Tensor, dense: Tensor, groups: int) -> Tensor:
+    """Which ranks are in clusters that a query evaluates: (B, Hq, T, n * chunk) bool."""
+    index = owner.repeat_interleave(groups, 1).unsqueeze(2).expand(-1, -1, selection.shape[2], -1)
+    below = torch.arange(owner.shape[-1], device=owner.device) < dense.unsqueeze(-1)
+    return selection.gather(-1, index) & below.unsqueeze(1)
+
+
 def _gathered(
     spec: Spec, selection: Tensor, stats: Statistics, members: Tensor, first: Tensor, groups: int
 ) -> tuple[Tensor, Tensor]:
@@ -75,17 +89,21 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
     order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
     keys, values = (take(x.to(torch.float32), order) for x in (k, v))
     q = call.scale * q.to(torch.float32)
-    stats = statistics(spec, keys, values, cluster_keys(spec, keys, mask))
+    choices = cluster_keys(spec, keys, mask)
+    stats = statistics(spec, keys, values, choices)
     seen = sight(spec, mask, q.shape[2])
     selection, limited = chosen(spec, q, stats, seen.chunks)
     groups = q.shape[1] // k.shape[1]
     mass = log_masses(spec, q, stats, seen.chunks).masked_fill(selection, float("-inf"))
-    # The log normaliser, from single keys and clusters alike.
+    # The log normaliser: clusters, and every key that is evaluated.
     rank = torch.arange(keys.shape[2], device=q.device)
-    single = (rank >= seen.dense.unsqueeze(-1)) & (rank < seen.end.unsqueeze(-1))
-    exact = (q @ keys.repeat_interleave(groups, 1).mT).masked_fill(~single.unsqueeze(1), float("-inf"))
-    picked = log_masses(spec, q, stats, seen.chunks).masked_fill(~selection, float("-inf"))
-    norm = torch.cat([exact, mass, picked], -1).logsumexp(-1, keepdim=True)
+    exact = ((rank >= seen.dense.unsqueeze(-1)) & (rank < seen.end.unsqueeze(-1))).unsqueeze(1)
+    if choices.order.shape[2]:
+        owner = _owners(spec, choices)
+        picked = _members_of(owner, selection, seen.dense, groups)
+        exact = exact | torch.nn.functional.pad(picked, (0, keys.shape[2] - owner.shape[-1]))
+    scores = (q @ keys.repeat_interleave(groups, 1).mT).masked_fill(~exact, float("-inf"))
+    norm = torch.cat([scores, mass], -1).logsumexp(-1, keepdim=True)
     weight = (mass - norm.masked_fill(norm == float("-inf"), 0.0)).exp()
     error = expected_error(spec, q, stats, weight, out).sum(-1)
     number = (selection * stats.size.repeat_interleave(groups, 1).unsqueeze(2)).sum(-1).to(torch.int32)
@@ -116,9 +134,7 @@ class Chunked(Backend[Spec]):
         )
         owner = None
         if chunks and not gather:
-            number = spec.slots * torch.arange(chunks, device=q.device)[:, None]
-            slot = (slot_of_members(spec, choices.sizes).clamp(max=spec.slots - 1) + number).flatten(2)
-            owner = torch.zeros_like(slot).scatter(-1, members.long(), slot)  # the cluster of every rank
+            owner = _owners(spec, choices)
 
         def single(q: Tensor, keys: Tensor, values: Tensor, dense: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
             """Scores with single keys (B, Hq, T, chunk + T), and their values (B, H, chunk + T, E)."""
@@ -151,9 +167,7 @@ class Chunked(Backend[Spec]):
                     logits.append(exact.masked_fill(~there, float("-inf")))
                 else:
                     clustered = keys[:, :, : owner.shape[-1]].repeat_interleave(groups, 1)
-                    index = owner.repeat_interleave(groups, 1).unsqueeze(2).expand(-1, -1, q.shape[2], -1)
-                    below = torch.arange(owner.shape[-1], device=q.device) < dense.unsqueeze(-1)
-                    there = selection.gather(-1, index) & below.unsqueeze(1)
+                    there = _members_of(owner, selection, dense, groups)
                     logits.append((q @ clustered.mT).masked_fill(~there, float("-inf")))
             joined = torch.cat(logits, -1)
             hidden = joined == float("-inf")

@@ -15,8 +15,12 @@ that the query chooses. With r_c the distance of a cluster's farthest key and V_
 
 orders the clusters, about the logarithm of the error that a mean in place of its keys makes; the first ones are chosen
 as long as their keys together are at most `most_keys`. Where an `error` is asked for, `expected_error` orders them,
-with weights raised by e^{rise s |q| r_c - t_c} where that is more, rise = radius / 3 and more for errors below 0.01;
-they are chosen until the rest is below it.
+with weights raised by e^{u - t_c} where that is more; they are chosen until the rest is below it.
+
+    u = max(rise s |q| r_c, tau sqrt(2 log n_c) - log n_c),   rise = radius / 3 and more for errors below 0.01
+
+With scores of variance tau^2 = s^2 |q|^2 var_c inside a cluster, the second is what its largest key weighs: beyond
+tau = sqrt(2 log n_c) that key is most of the cluster (the transition of the random energy model, Derrida, 1981).
 
 Choices are constants for gradients. They are made in float32 whatever the dtype, the same for every precision.
 """
@@ -219,9 +223,7 @@ def cluster_keys(spec: Spec, k: Tensor, mask: Tensor) -> Choices:
     number = slot - (pieces.cumsum(-1) - pieces).gather(-1, owner)
     sizes = (count.gather(-1, owner) - number * piece.gather(-1, owner)).clamp(min=0)
     sizes = sizes.minimum(piece.gather(-1, owner)) * inside
-    made = (x.to(torch.int32).unflatten(0, (batch, heads, -1)) if x.shape[0] else
-            x.to(torch.int32).reshape(batch, heads, 0, x.shape[-1]) for x in (order, sizes))  # fmt: skip
-    order, sizes = made
+    order, sizes = (x.to(torch.int32).reshape(batch, heads, chunks - known, x.shape[-1]) for x in (order, sizes))
     complete = (torch.arange(known, chunks, device=k.device) + 1) * size <= mask.sum(-1, keepdim=True)  # (B, n)
     order, sizes = (x * complete[:, None, :, None] for x in (order, sizes))
     if before is not None:
@@ -334,19 +336,23 @@ def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Te
         weight = (mass - peak.masked_fill(peak == float("-inf"), 0.0)).exp()
         weight = weight / weight.sum(-1, keepdim=True).clamp(min=SMALL)
         out = weighted(weight, stats.mean_value.repeat_interleave(groups, 1))
-        # A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one.
-        rise = spec.rise * q.norm(dim=-1, keepdim=True) * _grouped(stats.radius, groups)
-        rise = (rise - second_order(spec, q, stats)).clamp(0, 80)
+        # A cluster may hold keys far above its mean: its mass may be that of a key some way towards its farthest one,
+        # or, where scores spread widely, that of the largest of n such scores.
+        above = spec.rise * q.norm(dim=-1, keepdim=True) * _grouped(stats.radius, groups)
+        log_size = _grouped(stats.size.clamp(min=1).log(), groups)
+        uncapped = 0.5 * q.square().sum(-1, keepdim=True) * _grouped(stats.variance, groups)
+        above = torch.maximum(above, 2 * (uncapped * log_size).sqrt() - log_size)
+        rise = (above - second_order(spec, q, stats)).clamp(0, 80)
         value = expected_error(spec, q, stats, (weight * rise.exp()).clamp(max=1), out)
     order = torch.sort(value.masked_fill(~visible, float("-inf")), dim=-1, descending=True, stable=True)
     keys = (size * visible).gather(-1, order.indices).cumsum(-1)
     fits = keys <= _most_keys(spec, q, stats, chunks).unsqueeze(-1)
     limited = torch.zeros_like(fits[..., :0].any(-1))
     if spec.error is not None:
-        left = value.masked_fill(~visible, 0.0).sum(-1, keepdim=True) - order.values.clamp(min=0).cumsum(-1)
-        allowed = spec.error * out.square().sum(-1, keepdim=True)
-        # What is still too much before a cluster is chosen makes it chosen.
-        needed = left + order.values.clamp(min=0) > allowed
+        # A cluster is chosen if it and those after it are still too much. Summed from the last one: the small ones,
+        # which decide, would be lost beside the first. Without any error allowed, underflow must leave out none.
+        rest = order.values.clamp(min=0).flip(-1).cumsum(-1).flip(-1)
+        needed = rest > spec.error * out.square().sum(-1, keepdim=True) if spec.error else torch.ones_like(fits)
         limited = (needed & ~fits & visible.gather(-1, order.indices)).any(-1)
         fits = fits & needed
     return torch.zeros_like(visible).scatter(-1, order.indices, fits) & visible, limited

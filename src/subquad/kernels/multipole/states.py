@@ -126,9 +126,11 @@ class MultipoleState(_Paged):
         if pages is not None:
             return MultipoleState.of(pages.crop(length), self.origin)
         mask, size = self.mask[:, :length], self.order.shape[-1]
-        # A chunk of which a key was taken back is clustered again when it is complete.
-        whole = torch.arange(1, length // size + 1, device=mask.device) * size <= mask.sum(-1, keepdim=True)
-        order, sizes = (x[:, :, : length // size] * whole[:, None, :, None] for x in (self.order, self.sizes))
+        # A chunk of which a key was taken back is clustered again when it is complete. A merged state has clusters of
+        # its first chunks only.
+        known = min(length // size, self.order.shape[2])
+        whole = torch.arange(1, known + 1, device=mask.device) * size <= mask.sum(-1, keepdim=True)
+        order, sizes = (x[:, :, :known] * whole[:, None, :, None] for x in (self.order, self.sizes))
         return MultipoleState(self.k[:, :, :length], self.v[:, :, :length], mask, order, sizes, self.origin)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpointing import tracing
-from ..operator import differentiable_once
+from ..operator import differentiable_once, refuse_forward_mode
 from .calls import Results, call_backward, call_forward, empty_gradients, empty_results, projection_rows
 
 __all__ = ["attention", "attention_backward", "functional_attention", "narrow", "widen_all"]
@@ -220,6 +220,10 @@ class _Functional(torch.autograd.Function):
         ctx.sizes, ctx.options = sizes, options
         ctx.save_for_backward(q, k, v, *output, *rest)
         ctx.mark_non_differentiable(*output[3:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode("backend='native'")
 
     @staticmethod
     @differentiable_once("backend='native'")

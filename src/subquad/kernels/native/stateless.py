@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..checkpointing import tracing
-from ..operator import Backend, Call, differentiable_once
+from ..operator import Backend, Call, differentiable_once, refuse_forward_mode
 from . import library
 from .library import DTYPES, check_status
 from .operators import narrow, widen_all
@@ -238,14 +238,17 @@ def _register(op: Operator) -> tuple[Any, Any]:
     def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, batched: Any, *rest: Any) -> Any:
         size = info.batch_size
         q, k, v = widen_all([q, k, v], in_dims[:3], size)
-        results, dims = narrow(run(q, k, v, widen_all(batched, in_dims[3], size), *rest), size)
+        # Repeated along the mapped axis they are views, and the kernels walk over them.
+        batched = [x.contiguous() for x in widen_all(batched, in_dims[3], size)]
+        results, dims = narrow(run(q, k, v, batched, *rest), size)
         return list(results), list(dims)
 
     @back.register_vmap
     def _(info: Any, in_dims: Any, grad: Any, saved: Any, batched: Any, *rest: Any) -> Any:
         size = info.batch_size
-        lists = (widen_all(x, dims, size) for x, dims in zip((saved, batched), in_dims[1:3], strict=True))
-        results, dims = narrow(back(*widen_all([grad], in_dims[:1], size), *lists, *rest), size)
+        saved, batched = (widen_all(x, dims, size) for x, dims in zip((saved, batched), in_dims[1:3], strict=True))
+        batched = [x.contiguous() for x in batched]
+        results, dims = narrow(back(*widen_all([grad], in_dims[:1], size), saved, batched, *rest), size)
         return list(results), list(dims)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -284,6 +287,10 @@ def _functional(op: Operator) -> Any:
             ctx.sizes, ctx.whole, ctx.real, q, k, v, *rest = inputs
             ctx.save_for_backward(q, k, v, *output, *rest)
             ctx.mark_non_differentiable(*output[1:])
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            refuse_forward_mode("backend='native'")
 
         @staticmethod
         @differentiable_once("backend='native'")
