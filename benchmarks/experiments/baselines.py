@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from subquad.tasks.base import UNLIMITED, Task, generator_for
+from subquad.tasks.base import Task, generator_for
+from subquad.tasks.documents import Documents
 from subquad.tasks.heads import IGNORED
 from subquad.train import Run
 from subquad.train.data import order
@@ -42,7 +43,7 @@ def baselines(run: Run) -> dict[str, float]:
     """
     task = run.task
     valid = task.examples("valid")
-    if len(valid) == UNLIMITED:  # made up anew: no frequencies worth counting
+    if getattr(task, "data", None) is None:  # made up anew: no frequencies worth counting
         return {}
     kinds = set(valid.item(0, generator_for("valid", 0, 0)))
     if "label" in kinds:
@@ -69,7 +70,10 @@ def baselines(run: Run) -> dict[str, float]:
 
 
 def labelled(task: Task, count: int) -> dict[str, float]:
-    """The share of right labels by naive Bayes: the one under which the tokens, or the pairs of them, are likeliest."""
+    """The share of right labels by naive Bayes: the one under which the tokens, or the pairs of them, are likeliest.
+
+    Of joined documents also with every stretch's own label known: no reader can be better.
+    """
     train, valid = task.examples("train"), task.examples("valid")
     known = order(len(train), 0, 0, min(EXAMPLES, len(train)))
     seen = [train.item(index, generator_for("train", 0, draw)) for draw, index in enumerate(known)]
@@ -84,7 +88,23 @@ def labelled(task: Task, count: int) -> dict[str, float]:
         scores = (table / table.sum(-1, keepdim=True)).log()
         right = [scores[:, _joined(one["tokens"], width, size)].sum(-1).argmax() == one["label"] for one in new]
         levels[name] = sum(map(float, right)) / len(right)
+    if isinstance(task, Documents) and task.stretch:
+        levels["stretches known"] = stretches_known(task.length // task.stretch, task.share, labels)
     return levels
+
+
+def stretches_known(count: int, share: float, labels: int, draws: int = 100_000) -> float:
+    """How often label 0, which has each of `count` stretches with chance `share`, has most of them; ties count by half,
+    a third, ...
+
+    >>> round(stretches_known(1, 0.6, 3), 2), stretches_known(64, 0.6, 3) > 0.99
+    (0.6, True)
+    """
+    chances = torch.tensor([share] + [(1 - share) / (labels - 1)] * (labels - 1))
+    drawn = torch.multinomial(chances, draws * count, True, generator=torch.Generator().manual_seed(0))
+    counts = torch.nn.functional.one_hot(drawn.view(draws, count), labels).sum(1)
+    first = counts == counts.amax(-1, keepdim=True)
+    return float((first[:, 0] / first.sum(-1)).mean())
 
 
 def _joined(tokens: Tensor, width: int, size: int) -> Tensor:

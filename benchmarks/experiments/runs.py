@@ -61,8 +61,8 @@ def documents(length: int) -> Experiment:
         name=f"documents-{length}",
         claim="long documents: the more of one is read, the better; mechanisms of linear time make it cheap",
         task="documents",
-        data="speeches",
-        options={"length": length, "pieces": True},
+        data="documents",
+        options={"length": length, "stretch": 1024, "share": 0.55},
         # With 16,384 bytes softmax would take hours.
         rows=linear_time if length > 4096 else {"softmax": Row("softmax"), **linear_time},
         model=DOCUMENTS,
@@ -89,6 +89,7 @@ EXPERIMENTS = (
         },
         model=IMAGES,
         settings={"steps": 1200, "batch": 8, "lr": 2e-3, "warmup": 50, "valid_every": 150, "valid_examples": 128},
+        seeds=3,
     ),
     Experiment(
         name="text",
@@ -108,6 +109,7 @@ EXPERIMENTS = (
         },
         model=TEXT,
         settings={"steps": 800, "batch": 2, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 24},
+        seeds=3,
     ),
     Experiment(
         name="masked",
@@ -124,6 +126,7 @@ EXPERIMENTS = (
         },
         model=SMALL_TEXT,
         settings={"steps": 1000, "batch": 4, "lr": 1e-3, "warmup": 50, "valid_every": 100, "valid_examples": 64},
+        seeds=3,
     ),
     Experiment(
         name="pretrained",
@@ -185,6 +188,7 @@ EXPERIMENTS = (
         rows=PROTEIN_ROWS,
         model=PROTEIN,
         settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
+        seeds=3,
     ),
     Experiment(
         name="protein-causal",
@@ -195,6 +199,7 @@ EXPERIMENTS = (
         rows=PROTEIN_ROWS,
         model=PROTEIN,
         settings={"steps": 1500, "batch": 8, "lr": 1e-3, "warmup": 100, "valid_every": 100, "valid_examples": 128},
+        seeds=3,
     ),
     Experiment(
         name="protein-36-layers",
@@ -227,6 +232,7 @@ EXPERIMENTS = (
         },
         model=SPEECH,
         settings={"steps": 1500, "batch": 4, "lr": 3e-3, "warmup": 100, "valid_every": 150, "valid_examples": 64},
+        seeds=3,
     ),
     Experiment(
         name="copy",

@@ -239,23 +239,61 @@ def test_folders_of_labelled_files(tmp_path: Path) -> None:
         Documents(data=str(tmp_path / "yes")).examples("train")
 
 
-def test_pieces_of_long_files(tmp_path: Path) -> None:
-    for label, letters in (("digits", b"0123456789"), ("letters", b"abcdefghij")):
+def test_validation_files_of_all_labels_come_first(tmp_path: Path) -> None:
+    for label in ("no", "yes"):
+        (tmp_path / label).mkdir()
+        for index in range(60):
+            (tmp_path / label / f"{index:02}.txt").write_text(f"{label} {index}")
+    valid = Documents(data=str(tmp_path), length=64).examples("valid")
+    assert {int(valid.item(index, torch.Generator())["label"]) for index in range(len(valid) // 2)} == {0, 1}
+
+
+def test_documents_are_joined_from_stretches(tmp_path: Path) -> None:
+    sources = {"digits": b"0123456789", "large": b"ABCDEFGHIJ", "small": b"abcdefghij"}
+    for label, letters in sources.items():
         (tmp_path / label).mkdir()
         for index in range(10):
-            (tmp_path / label / f"{index}.txt").write_bytes(letters * (26 if index == 9 else 20))
-    (tmp_path / "letters/0.txt").write_bytes(b"abc")  # shorter than a piece
-    task = Documents(data=str(tmp_path), length=64, pieces=True)
-    train, valid = task.examples("train"), task.examples("valid")
-    assert (len(train), len(valid)) == (9 * 3 + 1 + 8 * 3, 2 * 4)
-    kept = [bytes(valid.item(i, torch.Generator())["tokens"].tolist()) for i in range(8)]
-    whole = [(letters * 26)[64 * i : 64 * i + 64] for letters in (b"0123456789", b"abcdefghij") for i in range(4)]
-    assert sorted(kept) == sorted(whole)  # all of a kept file, but for its end
-    drawn = [train.item(i, torch.Generator().manual_seed(seed)) for i in range(len(train)) for seed in range(80)]
-    whole = [(letters * 20)[i : i + 64] for letters in (b"0123456789", b"abcdefghij") for i in range(10)]
-    assert {bytes(one["tokens"].tolist()) for one in drawn} == {*whole, b"abc"}
-    # Validation takes the first so many: both labels are among them, though files are listed label by label.
-    assert {int(valid.item(i, torch.Generator())["label"]) for i in range(4)} == {0, 1}
+            (tmp_path / label / f"{index}.txt").write_bytes(letters[:: -1 if index == 9 else 1] * 10)
+    (tmp_path / "small/0.txt").write_bytes(b"small")  # shorter than a stretch: left out
+    task = Documents(data=str(tmp_path), length=128, stretch=32, share=0.6)
+    possible = {
+        split: {
+            (letters[::step] * 10)[at : at + 32]: label
+            for label, letters in enumerate(sources.values())
+            for at in range(69)
+        }
+        for split, step in (("train", 1), ("valid", -1))
+    }
+    for split, known in possible.items():
+        examples = task.examples(split)
+        documents = [examples.item(index, torch.Generator().manual_seed(index)) for index in range(500)]
+        labels = torch.tensor([int(one["label"]) for one in documents])
+        assert set(labels.tolist()) == {0, 1, 2}
+        made_of = [[known[bytes(part)] for part in one["tokens"].view(4, 32).tolist()] for one in documents]
+        same = torch.tensor(made_of) == labels.unsqueeze(-1)
+        # 2,000 draws with a chance of 0.6: a standard error of 0.011
+        assert abs(float(same.float().mean()) - 0.6) < 0.066
+        again = examples.item(3, torch.Generator().manual_seed(3))
+        assert torch.equal(again["tokens"], documents[3]["tokens"])
+    whole = Documents(data=str(tmp_path), length=64, stretch=64).examples("train")
+    for index in range(20):
+        one = whole.item(index, torch.Generator().manual_seed(index))
+        assert possible["train"][bytes(one["tokens"][:32].tolist())] == int(one["label"])
+
+
+def test_joined_documents_refuse_what_cannot_be(tmp_path: Path) -> None:
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for index in range(10):
+            (tmp_path / label / f"{index}.txt").write_text("x" * (90 if label == "b" else 50))
+    with pytest.raises(DataError, match="no file to train on of the label 'a' with stretch=64"):
+        Documents(data=str(tmp_path), length=64, stretch=64).examples("train")
     for data in (None, "hub:some/set"):
-        with pytest.raises(ValueError, match="pieces=True cuts the files of a folder"):
-            Documents(data=data, pieces=True)
+        with pytest.raises(ValueError, match="stretch=32 cuts the files of a folder"):
+            Documents(data=data, stretch=32)
+    with pytest.raises(ValueError, match="length=100 must be a multiple of stretch=64"):
+        Documents(data=str(tmp_path), length=100, stretch=64)
+    with pytest.raises(ValueError, match=r"share=0\.5 is of the stretches"):
+        Documents(data=str(tmp_path), share=0.5)
+    with pytest.raises(ValueError, match="share=0 must be above 0"):
+        Documents(data=str(tmp_path), stretch=64, length=64, share=0)

@@ -4,8 +4,9 @@
 
 or a data set of the hub with a column of text and one of labels, `hub:NAME:column=text:label=label`.
 
-Few long files become many examples with `pieces`: a stretch from anywhere in a file to train on, all its stretches for
-validation.
+With `stretch`, documents are joined from stretches of so many bytes out of those files, one after the other, of which a
+`share` is from files of the document's label and the rest from files of the others. Few long files become many
+examples, and with a share below 1 a document has to be read to its end: what it is mostly made of is its label.
 
 Built in are synthetic letters whose label needs the first word and the last one: does the person who writes sign?
 Neither name tells it alone. Letters to train on have all lengths, so that in some the two names stand near each other;
@@ -72,33 +73,58 @@ def _example(text: bytes, label: int) -> Batch:
     return {"tokens": torch.tensor(list(text)), "label": torch.tensor(label), "weight": torch.tensor(1.0)}
 
 
+def _read(path: Path, begin: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(begin)
+        text = file.read(length)
+    if not text:
+        raise DataError(f"{path} is empty; remove it or give it some text")
+    if b"\0" in text:
+        raise DataError(f"{path} holds zero bytes: it is no text file")
+    return text
+
+
 @dataclass(frozen=True)
 class _Files:
-    """Stretches of at most `length` bytes: (file, where it begins); `drawn`: it begins anywhere in that file."""
+    """The first `length` bytes of each file; `files` with their labels."""
 
-    paths: tuple[Path, ...]
-    labels: tuple[int, ...]
-    stretches: tuple[tuple[int, int], ...]
+    files: tuple[tuple[Path, int], ...]
     length: int
-    drawn: bool
 
     def __len__(self) -> int:
-        return len(self.stretches)
+        return len(self.files)
 
     def item(self, index: int, generator: torch.Generator) -> Batch:
         """tokens (n,), n at most `length`."""
-        number, begin = self.stretches[index]
-        path = self.paths[number]
-        if self.drawn:
-            begin = int(torch.randint(max(path.stat().st_size - self.length, 0) + 1, (), generator=generator))
-        with path.open("rb") as file:
-            file.seek(begin)
-            text = file.read(self.length)
-        if not text:
-            raise DataError(f"{path} is empty; remove it or give it some text")
-        if b"\0" in text:
-            raise DataError(f"{path} holds zero bytes: it is no text file")
-        return _example(text, self.labels[number])
+        path, label = self.files[index]
+        return _example(_read(path, 0, self.length), label)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Documents without end, of `count` stretches of `stretch` bytes; `files` are those of each label, with sizes."""
+
+    files: tuple[tuple[tuple[Path, int], ...], ...]
+    stretch: int
+    count: int
+    share: float
+
+    def __len__(self) -> int:
+        return UNLIMITED
+
+    def item(self, index: int, generator: torch.Generator) -> Batch:
+        """tokens (count * stretch,)."""
+
+        def draw(below: int) -> int:
+            return int(torch.randint(below, (), generator=generator))
+
+        label, text = draw(len(self.files)), b""
+        for _ in range(self.count):
+            other = float(torch.rand((), generator=generator)) >= self.share
+            source = (label + 1 + draw(len(self.files) - 1)) % len(self.files) if other else label
+            path, size = self.files[source][draw(len(self.files[source]))]
+            text += _read(path, draw(size - self.stretch + 1), self.stretch)
+        return _example(text, label)
 
 
 @dataclass(frozen=True)
@@ -174,7 +200,8 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
 class Documents(Task):
     """Texts of the folder or data set `data`, the first `length` bytes of each; or letters of that length, made up.
 
-    pieces:  of files in a folder, stretches of `length` bytes instead of the beginning: as many per file as fit
+    stretch: of files in a folder, documents joined from stretches of so many bytes instead; 0 = files as they are
+    share:   the chance that a stretch is from a file with the document's label
     writers: of the letters; with two a model has learned them in a few hundred steps, more are harder
     """
 
@@ -186,7 +213,8 @@ class Documents(Task):
 
     data: str | None = None
     length: int = 256
-    pieces: bool = False
+    stretch: int = 0
+    share: float = 1.0
     writers: int = 2
 
     def __post_init__(self) -> None:
@@ -194,19 +222,37 @@ class Documents(Task):
         checks.check_positive("writers", self.writers, least=2)
         if self.writers > len(NAMES):
             raise ValueError(f"writers={self.writers}: the letters have {len(NAMES)} names; expected 2 to {len(NAMES)}")
-        if self.pieces and (self.data is None or is_hub(self.data)):
-            raise ValueError(f"pieces=True cuts the files of a folder; data={self.data!r} is none, name one with data=")
+        checks.check_positive("stretch", self.stretch, least=0)
+        if self.stretch and (self.data is None or is_hub(self.data)):
+            raise ValueError(f"stretch={self.stretch} cuts the files of a folder; data={self.data!r} is none, name one")
+        if self.stretch and self.length % self.stretch:
+            raise ValueError(f"length={self.length} must be a multiple of stretch={self.stretch}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share} must be above 0, and at most 1")
+        if self.share < 1 and not self.stretch:
+            raise ValueError(f"share={self.share} is of the stretches that a document is joined from; set stretch= too")
 
     def examples(self, split: str) -> Examples:
-        """Letters without end, or files."""
+        """Files, or letters and joined documents without end."""
         if self.data is None:
             return _Letters(self.length, self.writers, split)
         if is_hub(self.data):
             return _open_table(self.data, split, self.length)
-        _, paths, labels = _find(self.data, split)
-        counts = [max(path.stat().st_size // self.length, 1) if self.pieces else 1 for path in paths]
-        stretches = tuple((file, self.length * place) for file, count in enumerate(counts) for place in range(count))
-        return _Files(paths, labels, _mixed(stretches), self.length, self.pieces and split == "train")
+        names, paths, labels = _find(self.data, split)
+        if not self.stretch:
+            return _Files(_mixed(tuple(zip(paths, labels, strict=True))), self.length)
+        files = tuple(
+            tuple((path, size) for path, of in zip(paths, labels, strict=True)
+                  if of == number and (size := path.stat().st_size) >= self.stretch)
+            for number in range(len(names))
+        )  # fmt: skip
+        for name, found in zip(names, files, strict=True):
+            if not found:
+                raise DataError(
+                    f"data={self.data!r} holds no file to {split} on of the label {name!r} with stretch={self.stretch} "
+                    "bytes or more; lower stretch, or join files"
+                )
+        return _Joined(files, self.stretch, self.length // self.stretch, self.share)
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """Documents of different lengths, padded at the end."""
