@@ -219,6 +219,8 @@ FIXTURES: dict[str, list[Any]] = {
     "noncausal_case": [case for case in CASES if not case.cls.causal],
     "recurrent_case": [case for case in CASES if case.cls.recurrent],
     "merging_case": [case for case in CASES if case.cls.recurrent and case.make().merges],
+    "cropping_case": [case for case in CASES if case.cls.recurrent and case.make().crops],
+    "calibrated_case": [case for case in CASES if case.cls.recurrent and case.make().uses_calibration],
     # Where a token's place among the others counts.
     "placed_case": [case for case in CASES if issubclass(case.cls, (Windowed, Sparse))],
     "kernelised_case": [case for case in CASES if case.cls.kernelised],

@@ -44,22 +44,18 @@ def test_merged_states_continue_the_sequence(merging_case):
         assert _close(out, want[:, :, 30:], merging_case.tolerance)
 
 
-def test_a_merged_state_can_be_cropped(merging_case):
-    attn, (q, k, v) = merging_case.make(), merging_case.inputs()
-    if not attn.crops:
-        return
+def test_a_merged_state_can_be_cropped(cropping_case):
+    attn, (q, k, v) = cropping_case.make(), cropping_case.inputs()
     want = attn(q, k, v, is_causal=True)
     for cut in (3, 11, 20):
         states = [attn.scan(*(x[:, :, a:b] for x in (q, k, v)))[1] for a, b in ((0, cut), (cut, 37))]
         back = sq.merge(*states).crop(26)
         out, _ = attn.scan(*(x[:, :, 26:] for x in (q, k, v)), back)
-        assert _close(out, want[:, :, 26:], merging_case.tolerance)
+        assert _close(out, want[:, :, 26:], cropping_case.tolerance)
 
 
-def test_a_state_is_not_continued_after_another_calibration(recurrent_case):
-    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs()
-    if not attn.uses_calibration:
-        return
+def test_a_state_is_not_continued_after_another_calibration(calibrated_case):
+    attn, (q, k, v) = calibrated_case.make(), calibrated_case.inputs()
     _, state = attn.scan(*(x[:, :, :20] for x in (q, k, v)))
     rest = [x[:, :, 20:] for x in (q, k, v)]
     attn.scan(*rest, state)
