@@ -342,3 +342,16 @@ def test_weights_of_a_part_that_is_exact_are_given() -> None:
     with pytest.raises(ValueError, match="LlavaForConditionalGeneration has converted"):
         model(IDS, output_attentions=True)
     assert sq.hf.revert(model) is model and hooks(model) == 0
+
+
+def test_two_towers_that_are_alike(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text, image = {**size, "vocab_size": 64}, {**size, "image_size": 32, "patch_size": 8}
+    model = tf.SiglipModel(tf.SiglipConfig(text_config=text, vision_config=image)).eval()
+    converted, _ = convert(model, "local", window=2)
+    pixels = torch.randn(2, 3, 32, 32)
+    want = converted.vision_model(pixels).last_hidden_state
+    converted.save_pretrained(tmp_path)
+    for loaded in (tf.SiglipModel.from_pretrained(tmp_path), load(tmp_path)):
+        assert torch.allclose(loaded.eval().vision_model(pixels).last_hidden_state, want, atol=1e-5)

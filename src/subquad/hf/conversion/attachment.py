@@ -24,7 +24,18 @@ from .interface import LayerConfig, exact_config, mechanism_of, unhook
 from .layers import AttentionLayer, find_layers
 from .torch_modules import convert_torch, revert_torch
 
-__all__ = ["NOTE", "VERSION", "attach", "base_of", "detach", "forget", "noted", "outermost", "saved_config"]
+__all__ = [
+    "NOTE",
+    "VERSION",
+    "all_configs",
+    "attach",
+    "base_of",
+    "detach",
+    "forget",
+    "noted",
+    "outermost",
+    "saved_config",
+]
 
 NOTE, VERSION = "subquad_conversion", 1
 # Modules that FSDP, activation checkpointing and torch.compile put in between; a loaded model does not have them.
@@ -117,10 +128,10 @@ def saved_config(mechanism: Mechanism) -> dict[str, Any]:
         return {"mechanism": mechanism.name, "unsaveable": str(error)}
 
 
-def _configs(config: Any) -> list[Any]:
+def all_configs(config: Any) -> list[Any]:
     """A config and those inside it, which are saved with it."""
     inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    return [config, *(one for value in inner for one in _configs(value))]
+    return [config, *(one for value in inner for one in all_configs(value))]
 
 
 def _plain(name: str) -> str:
@@ -133,7 +144,7 @@ def _parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     Names in a note are those in that model. A config that two separate parts hold gets no note: the note of the whole
     has their layers.
     """
-    saved = {id(config) for config in _configs(model.config)}
+    saved = {id(config) for config in all_configs(model.config)}
     tops: dict[int, list[tuple[str, PreTrainedModel]]] = {}
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and id(part.config) in saved:
@@ -172,7 +183,7 @@ def _notes(model: PreTrainedModel) -> list[tuple[Any, dict[str, Any]]]:
 @contextmanager
 def noted(model: PreTrainedModel) -> Iterator[None]:
     """The notes of what `model` holds, and no other ones, are in its configs."""
-    before = [(config, config.__dict__.pop(NOTE, None)) for config in _configs(model.config)]
+    before = [(config, config.__dict__.pop(NOTE, None)) for config in all_configs(model.config)]
     try:
         for config, note in _notes(model):
             setattr(config, NOTE, note)
@@ -188,5 +199,5 @@ def forget(model: nn.Module) -> None:
     """Remove the notes that configs in `model` were read with."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            for config in _configs(part.config):
+            for config in all_configs(part.config):
                 config.__dict__.pop(NOTE, None)

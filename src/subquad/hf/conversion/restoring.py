@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...mechanisms import Mechanism, create
 from ..models.loading import settle
-from .attachment import NOTE, VERSION, attach, base_of, forget, noted
+from .attachment import NOTE, VERSION, all_configs, attach, base_of, forget, noted
 from .choice import by_name
 from .interface import mechanism_of
 from .layers import find_layers
@@ -103,11 +103,12 @@ def _refuse_exact(model: PreTrainedModel, where: object) -> bool:
         if note in checked:  # the same config, or a copy that a part of the model was given
             continue
         checked.append(note)
-        # A model of another class may hold the one that the note is about: exactly one then.
+        # A model of another class may hold the one that the note is about: exactly one then. Two towers that are alike
+        # have a note each.
         holders = [one for one in parts if _note(one) == note and _absent(one, note) is None]
         inner = {id(module) for one in holders for module in one.modules() if module is not one}
         count = sum(id(one) not in inner for one in holders)
-        if count != 1:
+        if count != max(1, sum(vars(config).get(NOTE) == note for config in all_configs(model.config))):
             name = _absent(part, note) or next(iter(note["layers"]), "")
             has = f"{type(model).__name__} has {count} parts with a" if count else f"{type(part).__name__} has no"
             raise ValueError(
