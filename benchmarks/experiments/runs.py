@@ -52,10 +52,10 @@ PROTEIN_ROWS = {
 
 
 def documents(length: int) -> Experiment:
-    linear_time = {
-        "linear": Row("linear"),
-        "performer-64": Row(performer(64)),
-        "multipole": Row(multipole(512, 24, 128)),
+    softmax = {
+        1024: {"softmax": Row("softmax")},
+        4096: {"softmax": Row("softmax", seeds=1)},
+        16384: {},  # it would take hours
     }
     return Experiment(
         name=f"documents-{length}",
@@ -63,10 +63,15 @@ def documents(length: int) -> Experiment:
         task="documents",
         data="documents",
         options={"length": length, "stretch": 1024, "share": 0.55},
-        # With 16,384 bytes softmax would take hours.
-        rows=linear_time if length > 4096 else {"softmax": Row("softmax"), **linear_time},
+        rows={
+            **softmax[length],
+            "linear": Row("linear"),
+            "performer-64": Row(performer(64)),
+            "multipole": Row(multipole(512, 24, 128), seeds=1 if length > 4096 else None),
+        },
         model=DOCUMENTS,
         settings={"steps": 600, "batch": 4, "lr": 2e-3, "warmup": 50, "valid_every": 100, "valid_examples": 256},
+        seeds=3,
     )
 
 
@@ -98,7 +103,7 @@ EXPERIMENTS = (
         data="enwik8",
         options={"length": 2048},
         rows={
-            "softmax": Row("softmax"),
+            "softmax": Row("softmax", seeds=1),  # one seed where a run takes more than 20 minutes
             "performer-256": Row(performer(256)),
             "performer-256-redrawn": Row(performer(256), settings={"redraw_every": 100}),
             "hybrid": Row(hybrid(64, LINEAR_FAR)),
@@ -143,9 +148,16 @@ EXPERIMENTS = (
             "hybrid": Row(hybrid(64, performer(64)), start="pretrained/softmax"),
             "multipole": Row(multipole(128, 8, 64), start="pretrained/softmax"),
             "performer-256-from-scratch": Row(performer(256)),
-            # As long as the softmax model, at the better of two rates (400 steps): does it ever come there?
+            # As long as the softmax model, at the better of two rates (400 steps): does it ever come there? And is it
+            # the rate that the others lack?
             "performer-256-as-long": Row(
                 performer(256), settings={"steps": 4000, "lr": 3e-3, "valid_every": 500}, seeds=1
+            ),
+            "performer-256-higher-rate": Row(
+                performer(256), settings={"lr": 3e-3}, start="pretrained/softmax", seeds=1
+            ),
+            "softmax-higher-rate": Row(
+                "softmax", settings={"steps": 4000, "lr": 3e-3, "valid_every": 500}, seeds=1, later=1
             ),
         },
         model=SMALL_TEXT,

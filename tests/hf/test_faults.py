@@ -184,15 +184,35 @@ def test_sinks_are_seen_even_where_no_attribute_tells() -> None:
     assert all("sinks" in layer.obstacle or "differs by" in layer.obstacle for layer in seen)
 
 
-def test_layers_that_take_the_keys_of_others_stay_exact() -> None:
+def gemma3n() -> Any:
     config = tf.Gemma3nTextConfig(
         vocab_size=50, vocab_size_per_layer_input=50, hidden_size=32, intermediate_size=[40] * 4, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, layer_types=["full_attention"] * 4,
         num_kv_shared_layers=2, hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
         activation_sparsity_pattern=[0.0] * 4,
     )  # fmt: skip
-    exact, model = built(tf.Gemma3nForCausalLM, config), built(tf.Gemma3nForCausalLM, config)
-    convert(model, Oracle)
+    return built(tf.Gemma3nForCausalLM, config)
+
+
+def gemma4(shared: int = 2) -> Any:
+    config = tf.Gemma4TextConfig(
+        vocab_size=50, vocab_size_per_layer_input=50, hidden_size=32, intermediate_size=40, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=8,
+        layer_types=["full_attention"] * 4, num_kv_shared_layers=shared, hidden_size_per_layer_input=8,
+    )  # fmt: skip
+    return built(tf.Gemma4ForCausalLM, config)
+
+
+@pytest.mark.parametrize(
+    ("family", "converted"), [(gemma3n, [0]), (gemma4, [0]), (lambda: gemma4(shared=0), [0, 1, 2, 3])]
+)
+def test_layers_that_share_keys_stay_exact(family: Any, converted: list[int]) -> None:
+    exact, model = family(), family()
+    _, report = convert(model, Oracle)
+    assert report.converted == converted
+    if converted == [0]:
+        assert "later layers take its keys and values" in str(report)
+        assert "it takes the keys and values of an earlier layer" in str(report)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_logits": True}
     out = [m.generate(**text("left"), **options, return_dict_in_generate=True) for m in (exact, model)]
     torch.testing.assert_close(torch.stack(out[1].logits), torch.stack(out[0].logits), rtol=1e-3, atol=1e-3)

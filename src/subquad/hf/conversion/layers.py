@@ -110,6 +110,12 @@ def _obstacle(module: nn.Module, cross: bool) -> str:
         return "it adds a learned bias of the relative position to every score, which no feature map expresses"
     if getattr(module, "sinks", None) is not None:
         return "it has a learned sink in its normaliser"
+    if getattr(getattr(module, "config", None), "num_kv_shared_layers", 0):
+        # With a cache, a converted layer hands on the keys of the call alone.
+        if getattr(module, "is_kv_shared_layer", False):
+            return "it takes the keys and values of an earlier layer"
+        if getattr(module, "store_full_length_kv", False):
+            return "later layers take its keys and values"
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap:
         return f"it caps its scores softly at {softcap}"
