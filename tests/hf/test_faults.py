@@ -184,6 +184,23 @@ def test_sinks_are_seen_even_where_no_attribute_tells() -> None:
     assert all("sinks" in layer.obstacle or "differs by" in layer.obstacle for layer in seen)
 
 
+def test_learned_queries_of_one_row_meet_keys_of_many() -> None:
+    config = tf.Blip2QFormerConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40, encoder_hidden_size=24,
+        cross_attention_frequency=1, initializer_range=0.3,
+    )  # fmt: skip
+    exact, model = (built(tf.Blip2QFormerModel, config) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "query_embeds": torch.randn(1, 6, 32, generator=generator),
+        "encoder_hidden_states": torch.randn(3, 20, 24, generator=generator),
+    }
+    _, report = convert(model, Oracle, calibration=[inputs])
+    assert len(report.converted) == 4
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs)[0], exact(**inputs)[0], rtol=1e-4, atol=1e-4)
+
+
 def gemma3n() -> Any:
     config = tf.Gemma3nTextConfig(
         vocab_size=50, vocab_size_per_layer_input=50, hidden_size=32, intermediate_size=[40] * 4, num_hidden_layers=4,

@@ -153,6 +153,8 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     """Transformers' attention function "subquad"."""
     config: Any = module.config
+    if query.shape[0] == 1 < key.shape[0]:  # learned queries, the same for every row
+        query = query.expand(key.shape[0], -1, -1, -1)
     return config.attend(module, Call(query, key, value, attention_mask, options)), None
 
 
