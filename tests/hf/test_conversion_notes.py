@@ -355,3 +355,19 @@ def test_two_towers_that_are_alike(tmp_path: Path) -> None:
     converted.save_pretrained(tmp_path)
     for loaded in (tf.SiglipModel.from_pretrained(tmp_path), load(tmp_path)):
         assert torch.allclose(loaded.eval().vision_model(pixels).last_hidden_state, want, atol=1e-5)
+
+
+def test_a_whole_whose_base_model_is_a_part_with_a_config_of_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inner = tf.PaliGemmaConfig(
+        text_config={"model_type": "gemma", "head_dim": 16, **_TEXT},
+        vision_config={"model_type": "siglip_vision_model", **_SIZE, "image_size": 16, "patch_size": 8},
+        projection_dim=32, image_token_index=63,
+    )  # fmt: skip
+    model = tf.ColPaliForRetrieval(tf.ColPaliConfig(vlm_config=inner, embedding_dim=16)).eval()
+    convert(model, "local", window=2)
+    want = model(IDS).embeddings
+    model.save_pretrained(tmp_path)
+    for loaded in (tf.ColPaliForRetrieval.from_pretrained(tmp_path).eval(), load(tmp_path)):
+        assert converted(loaded) == converted(model)
+        same(loaded(IDS).embeddings, want)

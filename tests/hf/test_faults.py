@@ -201,6 +201,19 @@ def test_learned_queries_of_one_row_meet_keys_of_many() -> None:
         torch.testing.assert_close(model(**inputs)[0], exact(**inputs)[0], rtol=1e-4, atol=1e-4)
 
 
+def test_a_config_without_a_padding_token() -> None:
+    config = tf.Aimv2TextConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40,
+        max_position_embeddings=64, eos_token_id=49,
+    )  # fmt: skip
+    assert not hasattr(config, "pad_token_id")
+    exact, model = built(tf.Aimv2TextModel, config), built(tf.Aimv2TextModel, config)
+    _, report = convert(model, Oracle)
+    assert report.converted == [0, 1]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**text())[0], exact(**text())[0], rtol=1e-4, atol=1e-4)
+
+
 def gemma3n() -> Any:
     config = tf.Gemma3nTextConfig(
         vocab_size=50, vocab_size_per_layer_input=50, hidden_size=32, intermediate_size=[40] * 4, num_hidden_layers=4,

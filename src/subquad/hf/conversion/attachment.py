@@ -27,11 +27,11 @@ from .torch_modules import convert_torch, revert_torch
 __all__ = [
     "NOTE",
     "VERSION",
-    "all_configs",
     "attach",
     "base_of",
     "detach",
     "forget",
+    "inner_configs",
     "noted",
     "outermost",
     "saved_config",
@@ -128,10 +128,14 @@ def saved_config(mechanism: Mechanism) -> dict[str, Any]:
         return {"mechanism": mechanism.name, "unsaveable": str(error)}
 
 
-def all_configs(config: Any) -> list[Any]:
-    """A config and those inside it, which are saved with it."""
-    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    return [config, *(one for value in inner for one in all_configs(value))]
+def inner_configs(config: Any) -> list[Any]:
+    """The configs that are attributes of this one, which are saved with it."""
+    return [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+
+
+def _all_configs(config: Any) -> list[Any]:
+    """A config, those inside it, and those inside these."""
+    return [config, *(one for value in inner_configs(config) for one in _all_configs(value))]
 
 
 def _plain(name: str) -> str:
@@ -144,7 +148,7 @@ def _parts(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     Names in a note are those in that model. A config that two separate parts hold gets no note: the note of the whole
     has their layers.
     """
-    saved = {id(config) for config in all_configs(model.config)}
+    saved = {id(config) for config in _all_configs(model.config)}
     tops: dict[int, list[tuple[str, PreTrainedModel]]] = {}
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and id(part.config) in saved:
@@ -183,7 +187,7 @@ def _notes(model: PreTrainedModel) -> list[tuple[Any, dict[str, Any]]]:
 @contextmanager
 def noted(model: PreTrainedModel) -> Iterator[None]:
     """The notes of what `model` holds, and no other ones, are in its configs."""
-    before = [(config, config.__dict__.pop(NOTE, None)) for config in all_configs(model.config)]
+    before = [(config, config.__dict__.pop(NOTE, None)) for config in _all_configs(model.config)]
     try:
         for config, note in _notes(model):
             setattr(config, NOTE, note)
@@ -199,5 +203,5 @@ def forget(model: nn.Module) -> None:
     """Remove the notes that configs in `model` were read with."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            for config in all_configs(part.config):
+            for config in _all_configs(part.config):
                 config.__dict__.pop(NOTE, None)

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...mechanisms import Mechanism, create
 from ..models.loading import settle
-from .attachment import NOTE, VERSION, all_configs, attach, base_of, forget, noted
+from .attachment import NOTE, VERSION, attach, base_of, forget, inner_configs, noted
 from .choice import by_name
 from .interface import mechanism_of
 from .layers import find_layers
@@ -93,6 +93,13 @@ def _absent(model: PreTrainedModel, note: dict[str, Any]) -> str | None:
     return None
 
 
+def _outermost_with(note: dict[str, Any], config: Any) -> int:
+    """How many configs have this note, those inside one that has it left out: they are about the same layers."""
+    if vars(config).get(NOTE) == note:
+        return 1
+    return sum(_outermost_with(note, inner) for inner in inner_configs(config))
+
+
 def _refuse_exact(model: PreTrainedModel, where: object) -> bool:
     """After loading: every layer of every note is there and has its mechanism, or an error. Whether there are notes."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and _note(part) is not None]
@@ -108,7 +115,7 @@ def _refuse_exact(model: PreTrainedModel, where: object) -> bool:
         holders = [one for one in parts if _note(one) == note and _absent(one, note) is None]
         inner = {id(module) for one in holders for module in one.modules() if module is not one}
         count = sum(id(one) not in inner for one in holders)
-        if count != max(1, sum(vars(config).get(NOTE) == note for config in all_configs(model.config))):
+        if count != max(1, _outermost_with(note, model.config)):
             name = _absent(part, note) or next(iter(note["layers"]), "")
             has = f"{type(model).__name__} has {count} parts with a" if count else f"{type(part).__name__} has no"
             raise ValueError(

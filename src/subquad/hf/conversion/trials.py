@@ -146,7 +146,8 @@ def _with_padding(model: nn.Module, batch: Mapping[str, Tensor], side: str) -> d
         return None
     mask = torch.ones_like(ids)
     mask[-1, slice(None, 3) if side == "left" else slice(-3, None)] = 0
-    padding = core.config.get_text_config().pad_token_id if hasattr(core, "config") else None
+    config = core.config.get_text_config() if hasattr(core, "config") else None
+    padding = getattr(config, "pad_token_id", None)
     if isinstance(padding, int):
         ids = ids.masked_fill(mask == 0, padding)
     kept = {name: x for name, x in batch.items() if name not in ("attention_mask", "position_ids")}
