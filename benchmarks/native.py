@@ -31,7 +31,8 @@ from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures
 from subquad.kernels.dispatch import BACKENDS
 from subquad.kernels.map_arrays import NOTHING
-from subquad.kernels.native import NO_MASK, NO_PLACES, library, operators, pool
+from subquad.kernels.native import library, operators, pool
+from subquad.kernels.native.calls import NO_MASK, NO_PLACES
 from subquad.kernels.native.maps import map_inputs
 from subquad.kernels.operator import Call
 from subquad.kernels.windowed_linear import WindowedLinear

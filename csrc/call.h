@@ -1,6 +1,6 @@
 // What one call of the library is about: plain structures, shared with Python (ctypes) field by field.
 //
-//   p = W x + offset,                      W (m_w, D): dense, Hadamard-Rademacher, or absent (p = x + offset)
+//   p = W x,                               W (m_w, D): dense, Hadamard-Rademacher, or absent (p = x)
 //   exponential:  log phi(x) = [p, -p] + bias (+ square |y|^2 + tilt . y for keys);  [p] alone unless antithetic
 //   plain:        phi(x) = f(p) + epsilon,  f = relu | elu + 1 | identity
 //   state:        S = sum phi(k) v^T, z = sum phi(k), both divided by e^c; c = running maximum per feature (0 if plain)
@@ -30,8 +30,6 @@ struct SqMask {
 struct SqMap {
   const float* weight;  // (Hw, m_w, D) contiguous; null unless dense
   int64_t weight_head;
-  const float* offset;  // (Hw, m_w)
-  int64_t offset_head;
   const float* bias;  // (Hw, m_w)
   int64_t bias_head;
   const float* tilt;  // (Hw, D); for queries only beside near keys, elsewhere the normaliser cancels it

@@ -18,7 +18,7 @@ namespace SQ_NS {
 
 constexpr float MINUS_INF = -__builtin_inff();
 
-// One side's map with the head's pointers resolved.
+// One side's map with the head's pointers resolved; `offset` (m_w) is added to W x, where query_features sets it.
 struct Side {
   const float *weight, *offset, *bias, *tilt, *signs, *norms;
   float square;
@@ -27,9 +27,8 @@ struct Side {
 SQ_INLINE const float* at_head(const float* p, int64_t stride, long h) { return p ? p + h * stride : nullptr; }
 
 SQ_INLINE Side side_of(const SqMap& m, long h) {
-  return {at_head(m.weight, m.weight_head, h), at_head(m.offset, m.offset_head, h), at_head(m.bias, m.bias_head, h),
-          at_head(m.tilt, m.tilt_head, h),     at_head(m.signs, m.signs_head, h),   at_head(m.norms, m.norms_head, h),
-          m.square};
+  return {at_head(m.weight, m.weight_head, h), nullptr, at_head(m.bias, m.bias_head, h), at_head(m.tilt, m.tilt_head, h),
+          at_head(m.signs, m.signs_head, h), at_head(m.norms, m.norms_head, h), m.square};
 }
 
 SQ_INLINE long vectors_for(long n) { return ((n + T - 1) / T) * NV; }
@@ -336,10 +335,7 @@ static void query_features(const SqCall& pr, const Side& s, const float* x, long
   const bool shifted = pr.function == SQ_EXP;
   const float most = shifted ? feature_levels(pr, s, c, level) : 0.0f;
   Side levelled = s;
-  if (shifted && !pr.antithetic) {  // one offset for both: what a product adds at its end costs nothing
-    for (long r = 0; s.offset && r < pr.rows; r++) level[r] += s.offset[r];
-    levelled.offset = level;
-  }
+  if (shifted && !pr.antithetic) levelled.offset = level;  // what a product adds at its end costs nothing
   for (long j = 0; j < vectors; j += NV) {
     float *to = a + j * VL, *total = Z + j * VL, *tops = top + j * VL;
     soon.issue(T / 2);

@@ -19,7 +19,7 @@ struct Block {
 };
 
 SQ_INLINE bool same_for_all_heads(const SqMap& m) {
-  return !m.weight_head && !m.offset_head && !m.bias_head && !m.tilt_head && !m.signs_head && !m.norms_head;
+  return !m.weight_head && !m.bias_head && !m.tilt_head && !m.signs_head && !m.norms_head;
 }
 
 struct Blocks {

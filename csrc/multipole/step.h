@@ -1,4 +1,4 @@
-// Multipole attention over pages: one step costs the clusters, the chosen keys and the tail, whatever the context.
+// Multipole attention over pages: one step costs the clusters of all pages, the chosen keys and the tail.
 //
 //   step     new keys to the end of the tail; every query against the clusters of all pages, chosen clusters, and the tail
 //   cluster  k-means of full tails

@@ -28,7 +28,6 @@ struct Sight {
   long from, to, hole, end;
 };
 
-// `first`: place of row 0 in its own list, of which `queries` gives ranks.
 static Sight sight_of(const SqSparse& p, Way way, const List& queries, long row, const List& keys) {
   const long i = queries.rank(row), s = p.stride;
   switch (way) {
@@ -119,7 +118,7 @@ constexpr long ALL = (long)1 << 40;
 
 SQ_INLINE List tokens(long from, long count) { return {from, 0, ALL, count}; }
 
-// Queries [at, at + ROWS) of the column c, and the whole column.
+// The tokens c, c + stride, c + 2 stride, ...
 SQ_INLINE List column(const SqSparse& p, long c, long n) { return {c, p.stride, 1, (n - c + p.stride - 1) / p.stride}; }
 
 SQ_INLINE List part_of(const List& list, long from) {

@@ -22,6 +22,7 @@ __all__ = [
     "check_positive",
     "check_queries",
     "check_scale",
+    "check_value_width",
     "describe_shape",
     "missing_package",
     "nearest",
@@ -139,7 +140,7 @@ def check_keys(k: object, v: object, head_dim: int, kv_heads: int | None) -> Non
 
 
 def check_value_width(v: Tensor) -> None:
-    """Refuse values without components where something is to be kept of them."""
+    """Refuse values of width 0: a state would hold nothing."""
     if v.shape[-1] == 0:
         raise ValueError(f"v must have a width of at least 1, got {describe_shape(v)}: there is nothing to average")
 
@@ -181,11 +182,11 @@ def check_mask(argument: str, mask: object, batch: int, length: int, device: tor
 
 
 def refuse_attn_mask(attn_mask: object) -> None:
-    """Linear-time attention never forms the score matrix, so it cannot take a mask of its shape."""
+    """Mechanisms need not form the score matrix, so they take no mask of its shape."""
     if attn_mask is not None:
         raise ValueError(
-            "attn_mask is not supported: linear-time attention never forms the (L, S) score matrix. Use is_causal=True "
-            "for a causal mask and key_mask= (batch, S), bool, True = real, for padding"
+            "attn_mask is not supported: mechanisms need not form the (L, S) score matrix. Use is_causal=True for a "
+            "causal mask and key_mask= (batch, S), bool, True = real, for padding"
         )
 
 
@@ -193,8 +194,8 @@ def refuse_dropout(dropout_p: object) -> None:
     """Dropout of attention weights has no meaning where the weights are never formed."""
     if dropout_p != 0.0:
         raise ValueError(
-            f"dropout_p={dropout_p!r} is not supported: linear-time attention never forms the weights that it would "
-            "drop. Apply dropout to the output instead"
+            f"dropout_p={dropout_p!r} is not supported: mechanisms need not form the weights that it would drop. Apply "
+            "dropout to the output instead"
         )
 
 

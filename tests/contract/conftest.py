@@ -220,6 +220,7 @@ FIXTURES: dict[str, list[Any]] = {
     "recurrent_case": [case for case in CASES if case.cls.recurrent],
     "merging_case": [case for case in CASES if case.cls.recurrent and case.make().merges],
     "cropping_case": [case for case in CASES if case.cls.recurrent and case.make().crops],
+    "absorbing_case": [c for c in CASES if c.cls.recurrent and c.make().absorbs and c.name not in COMBINED],
     "calibrated_case": [case for case in CASES if case.cls.recurrent and case.make().uses_calibration],
     # Where a token's place among the others counts.
     "placed_case": [case for case in CASES if issubclass(case.cls, (Windowed, Sparse))],

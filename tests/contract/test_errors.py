@@ -131,6 +131,25 @@ def test_states_of_other_shapes_are_refused(recurrent_case):
         sq.merge(state, narrow)
 
 
+def test_query_heads_must_fit_the_state(absorbing_case):
+    attn, (q, k, v) = absorbing_case.make(), absorbing_case.inputs(heads=3, kv_heads=2, length=6)
+    state = attn.absorb(k, v)
+    attn.heads = None  # as where it was made without
+    with pytest.raises(ValueError, match="q has 3 heads, not a multiple of the state's 2"):
+        attn.read(q, state)
+
+
+def test_calibration_takes_masks_like_calls(calibrated_case):
+    attn, (q, k, _) = calibrated_case.make(), calibrated_case.inputs(length=6)
+    before = {name: x.clone() for name, x in attn.named_buffers()}
+    for argument in ("key_mask", "query_mask"):
+        with pytest.raises(TypeError, match=f"{argument} must be bool"):
+            attn.calibrate(q, k, **{argument: torch.ones(2, 6, dtype=torch.int64)})
+        with pytest.raises(ValueError, match=f"{argument} must have shape"):
+            attn.calibrate(q, k, **{argument: torch.ones(12, dtype=torch.bool)})
+    assert all(torch.equal(x, before[name]) for name, x in attn.named_buffers())
+
+
 def test_nan_is_never_hidden(case):
     attn, (q, k, v) = case.make(), case.inputs(length=20)
     for is_causal in case.causal_modes:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import subquad as sq
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_within_twice_that_of_the_definition(case, dtype):
@@ -66,3 +68,27 @@ def test_buffers_keep_their_precision(buffered_case):
         for name, kept in before.items():
             assert buffers[name].dtype == torch.float32
             assert torch.equal(buffers[name], kept)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float64], ids=["bfloat16", "float64"])
+def other_default(request):
+    """Called, it makes torch's default dtype another one until the test ends."""
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_changes_nothing(case, other_default):
+    attn, (q, k, v) = case.make(), case.inputs(length=96, dtype=torch.float32)
+    calls = [lambda causal=causal: attn(q, k, v, is_causal=causal) for causal in case.causal_modes]
+    if case.cls.recurrent:
+        calls += [lambda: attn.scan(q, k, v)[0], lambda: attn.scan(q[:, :, :1], k[:, :, :1], v[:, :, :1])[0]]
+    want = [call() for call in calls]
+    other_default()
+    for call, expected in zip(calls, want, strict=True):
+        assert torch.equal(call(), expected)
+
+
+def test_buffers_are_float32_whatever_the_default(buffered_case, other_default):
+    other_default()
+    made = sq.create(buffered_case.name, 8, 2, **buffered_case.options)
+    assert {x.dtype for x in made.buffers() if x.is_floating_point()} == {torch.float32}

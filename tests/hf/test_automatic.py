@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,26 @@ def test_decoders_have_a_cache_that_does_not_grow(known_times: None) -> None:
     assert report.converted and report.choice.cache_bytes[1] < report.choice.cache_bytes[0]
     new = model.generate(**text("left"), max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert new.shape == (3, 16)
+
+
+def test_caches_of_keys_grow_with_the_length() -> None:
+    groups = [{"heads": [0], "mechanism": "multipole"}, {"heads": [1], "mechanism": "local", "window": 8}]
+    mixed = sq.create("head-groups", 8, 4, 2, groups=groups)
+    plan: Any = SimpleNamespace(shapes={0: (8, 4, 2)})
+    sizes = [automatic._cache_bytes(plan, {0: mixed}, length) for length in (4096, 16384)]
+    for exact, ours in sizes:
+        assert exact / 2 < ours < 2 * exact
+    assert 3.5 < sizes[1][1] / sizes[0][1] < 4.1
+    fixed = [automatic._cache_bytes(plan, {0: sq.create("linear", 8, 4, 2)}, n)[1] for n in (4096, 16384)]
+    assert fixed[0] == fixed[1]
+
+
+def test_times_of_batches_that_are_no_dicts(known_times: None) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, batch_first=True), 1).eval()
+    batches = [(torch.randn(2, 40, 16),) for _ in range(5)]
+    _, report = convert(model, calibration=batches, error=0.5, length=4096, candidates=CANDIDATES)
+    assert report.choice is not None and len(report.choice.times) > 1
 
 
 def test_logits_that_decide_count_however_many_do_not() -> None:
@@ -178,3 +199,6 @@ def test_hybrid_by_name_has_the_best_far_field_or_none(monkeypatch: pytest.Monke
     _, report = convert(model, "hybrid", window=4, sinks=1, calibration=padded_batches(2))
     assert [row.mechanism["mechanism"] for row in report.layers if row.mechanism] == ["hybrid", "local"]
     assert "layers [1]: their far field is worse than none" in str(report)
+    grouped = make("llama")  # four heads on two of keys
+    _, report = convert(grouped, "hybrid", window=4, sinks=1, calibration=[text()])
+    assert [row.mechanism["mechanism"] for row in report.layers if row.mechanism][1] == "local"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from subquad.features.base import FeatureMap
 from subquad.kernels.map_arrays import NOTHING
-from subquad.kernels.native import NO_MASK, NO_PLACES
 from subquad.kernels.native import library as native_library
+from subquad.kernels.native.calls import NO_MASK, NO_PLACES
 from subquad.kernels.native.maps import map_inputs
 
 from .native_cases import ABSENT, PRESENT, attend, chunked, compare, make_map, native, run_with, with_gradients

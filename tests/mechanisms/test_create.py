@@ -164,3 +164,31 @@ def test_an_object_of_another_shape_is_refused():
     attn = sq.create("performer", 8, 4, num_features=16)
     with pytest.raises(ValueError, match="heads=4, here 2"):
         sq.create(attn, heads=2)
+
+
+@pytest.mark.parametrize(("option", "value"), [("antithetic", True), ("norms", "sqrt"), ("kernel", "gaussian")])
+def test_states_of_features_with_other_options_are_refused(option, value):
+    tokens = torch.randn(3, 1, 2, 5, 8)
+    here = sq.create("performer", 8, 2, num_features=16, features="positive", seed=0)
+    there = sq.create("performer", 8, 2, num_features=16, features="positive", seed=0, **{option: value})
+    with pytest.raises(ValueError, match="state"):
+        there.scan(*tokens, here.scan(*tokens)[1])
+
+
+def test_states_of_relu_features_with_another_epsilon_are_refused():
+    tokens = torch.randn(3, 1, 2, 5, 8)
+    here, there = (
+        sq.create("performer", 8, num_features=16, features="relu", seed=0, kernel_eps=e) for e in (0.1, 0.2)
+    )
+    with pytest.raises(ValueError, match="state"):
+        there.scan(*tokens, here.scan(*tokens)[1])
+
+
+def test_an_unknown_backend_is_refused_by_read():
+    attn, (q, k, v) = sq.create("softmax", 8), torch.randn(3, 1, 2, 5, 8)
+    with pytest.raises(ValueError, match="backend"):
+        attn.read(q, attn.absorb(k, v), backend="nonsense")
+
+
+def test_a_map_of_ones_own_may_be_signed():
+    assert sq.create("linear", 8, features=torch.tanh).signed and not sq.create("linear", 8).signed

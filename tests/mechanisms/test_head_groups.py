@@ -266,3 +266,29 @@ def test_states_of_any_mechanism_move_and_detach():
         out, _ = attn.scan(q, k, v, made)
         assert torch.allclose(out, attn.scan(q, k, v, state)[0])
     assert not any(x.requires_grad for x in torch.utils._pytree.tree_leaves(state.detach()))
+
+
+def test_without_a_scale_each_mechanism_has_its_own():
+    q, k, v = inputs(heads=2)
+    attn = HeadGroups(D, 2, groups=[{"heads": [0], "mechanism": "linear"}, {"heads": [1], "mechanism": "taylor"}])
+    for given in ({}, {"scale": 0.2}):
+        want = [sq.attention(*(x[:, i : i + 1] for x in (q, k, v)), name, is_causal=True, **given)
+                for i, name in enumerate(("linear", "taylor"))]  # fmt: skip
+        torch.testing.assert_close(attn(q, k, v, is_causal=True, **given), torch.cat(want, 1))
+        torch.testing.assert_close(attn.scan(q, k, v, **given)[0], torch.cat(want, 1))
+    assert sq.predict_error(q.float(), k.float(), attn).error > 0
+
+
+def test_described_objects_have_facts_of_their_own():
+    attn = HeadGroups(D, 2, groups=[{"heads": [0, 1], "mechanism": "nystrom"}])
+    known = sq.describe(attn)
+    assert not known["causal"] and not known["recurrent"] and not known["constant_memory"]
+
+
+def test_models_take_it():
+    groups = [{"heads": [0], "mechanism": "local", "window": 4}, {"heads": [1], "mechanism": "taylor"}]
+    choice = {"mechanism": "head-groups", "groups": groups}
+    model = sq.nn.TransformerEncoder(layers=1, heads=2, dim=16, mechanism=choice)
+    again = sq.nn.ModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict())))
+    assert again.to_dict() == model.config.to_dict()
+    assert model(torch.randn(2, 10, 16)).shape == (2, 10, 16)

@@ -126,3 +126,13 @@ def test_extreme_sampling_input():
     assert sample(logits, temperature=1e-45).item() == 1
     with pytest.raises(ValueError, match="NaN"):
         sample(torch.full((1, 4), float("nan")), temperature=0)
+
+
+def test_modules_keep_their_modes(decoder, tokens):
+    model = decoder("linear").train()
+    model.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    model.generate(tokens(2, 6), 2)
+    assert [module.training for module in model.modules()] == before
+    model.calibrate(tokens(2, 6))
+    assert [module.training for module in model.modules()] == before

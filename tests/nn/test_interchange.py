@@ -112,3 +112,20 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="src must have three dimensions"):
         ours(torch.randn(3, 16))
     assert isinstance(ours.encoder, sq.nn.TransformerEncoder)
+
+
+def test_float_masks_of_their_modules():
+    encoder, x = theirs(batch_first=True).eval(), torch.randn(2, 6, 16, dtype=torch.float64)
+    ours = TorchEncoderCall.from_torch(encoder)
+    hidden = torch.zeros(2, 6, dtype=torch.bool)
+    hidden[1, 4:] = True
+    want = ours(x, src_key_padding_mask=hidden)[~hidden]
+    for value in (float("-inf"), -1e9):
+        mask = torch.zeros(2, 6, dtype=torch.float64).masked_fill(hidden, value)
+        assert torch.equal(ours(x, src_key_padding_mask=mask)[~hidden], want)
+        future = torch.zeros(6, 6, dtype=torch.float64).masked_fill(torch.ones(6, 6).triu(1).bool(), value)
+        assert torch.equal(ours(x, mask=future), ours(x, is_causal=True))
+    with pytest.raises(ValueError, match="src_key_padding_mask must be bool with True for hidden tokens, or float"):
+        ours(x, src_key_padding_mask=torch.full((2, 6), -1.0, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        ours(x, src_key_padding_mask=torch.ones(2, 6, dtype=torch.int64))

@@ -103,3 +103,24 @@ def test_times_of_a_busy_hour_are_scaled_by_softmax(monkeypatch):
     after = cost.attention_costs([second, softmax], heads=1)
     assert after[1].points == before[1].points
     assert after[0].at(512).seconds == pytest.approx(before[0].at(512).seconds)
+
+
+def test_draws_are_not_in_the_key():
+    keys = {tables.measurement_key(sq.create("hybrid", 8, 2).config(), 2, True, False) for _ in range(3)}
+    assert len(keys) == 1
+    other = tables.measurement_key(sq.create("hybrid", 8, 2).config(), 2, True, False, kv_heads=1)
+    assert other not in keys and "heads 2 on 1" in other
+
+
+def test_forms_are_facts_of_the_mechanisms():
+    forms = {name: cost._form(sq.create(name, 8, 2)) for name in ("softmax", "sparse", "multipole", "linear", "local")}
+    assert forms == {"softmax": "quadratic", "sparse": "quadratic", "multipole": "quadratic", "linear": "linear",
+                     "local": "linear"}  # fmt: skip
+    assert cost._form(sq.create("multipole", 8, memory="constant")) == "linear"
+    groups = [{"heads": [0], "mechanism": "multipole"}, {"heads": [1], "mechanism": "linear"}]
+    assert cost._form(sq.create("head-groups", 8, 2, groups=groups)) == "quadratic"
+
+
+def test_grouped_heads_are_timed_as_such():
+    costs = cost.attention_costs([sq.create("local", 8, 4, 2, window=8)], heads=4, kv_heads=2)
+    assert costs[0].at(512).seconds > 0

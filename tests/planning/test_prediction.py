@@ -181,3 +181,9 @@ def test_unknown_mechanisms_are_refused_by_name():
         sq.predict_error(q, k, "performr")
     with pytest.raises(TypeError, match="must be a name, a Mechanism class or a Mechanism object, got dict"):
         sq.predict_error(q, k, {"mechanism": "linear"})
+
+
+def test_what_is_exact_does_not_depend_on_the_mechanism():
+    q, k = gaussian(kind="shifted", rows=40, keys=40)
+    found = [sq.predict_error(q.float(), k.float(), name).uniform for name in ("linear", "taylor", "efficient")]
+    assert found == pytest.approx([found[0]] * 3)

@@ -84,7 +84,7 @@ def generate(
     beams: Annotated[int, typer.Option(min=1, help="Beam search over so many texts; printed at the end.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
 ) -> None:
-    """Continue a text with a saved model; tokens are printed as they come, in constant time and memory each."""
+    """Continue a text with a saved model; tokens are printed as they come."""
     from subquad.nn.generation import check_sampling
 
     with user_errors():

@@ -90,7 +90,7 @@ def _model_times(answer: "Plan", head_dim: int, model: dict[str, Any]) -> list[d
     chosen = [answer.exact] if answer.best in (None, answer.exact) else [answer.best, answer.exact]
     found = []
     for choice in chosen:
-        mechanism = choice.create(head_dim, answer.heads, **({"seed": 0} if choice.mechanism == "performer" else {}))
+        mechanism = choice.create(head_dim, answer.heads, seed=0)
         estimate = predict_time(
             mechanism, answer.length, heads=answer.heads, head_dim=head_dim, is_causal=answer.is_causal, **model
         )

@@ -39,7 +39,7 @@ class Features(NamedTuple):
 class LinearForm(NamedTuple):
     """An exponential map written as a projection, for backends that fuse it.
 
-    With p = weight q + query_offset (keys: key_offset), H = 1 or the number of KV heads, R directions:
+    With p = weight q (keys: weight k), H = 1 or the number of KV heads, R directions:
 
         log phi_q(q) = +-p + bias                                   (+ a term per query, which the normaliser cancels)
         log phi_k(k) = +-p + bias + quadratic |k|^2 + linear . k     (+ a constant per head, likewise)
@@ -48,8 +48,6 @@ class LinearForm(NamedTuple):
     """
 
     weight: Tensor  # (H, R, D)
-    query_offset: Tensor  # (H, R)
-    key_offset: Tensor  # (H, R)
     bias: Tensor  # (H, R)
     quadratic: float
     linear: Tensor  # (H, D)

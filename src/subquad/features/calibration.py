@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import checks
 from .precision import Float32Buffers
 
 __all__ = ["Calibration", "balancing_map", "calibrations", "whitening_map"]
@@ -95,8 +96,8 @@ class Calibration(Float32Buffers):
         super().__init__()
         self.heads, self.head_dim = heads, head_dim
         for side in ("query", "key"):
-            self.register_buffer(f"{side}_mean", torch.zeros(heads, head_dim))
-            self.register_buffer(f"{side}_cov", torch.zeros(heads, head_dim, head_dim))
+            self.register_buffer(f"{side}_mean", torch.zeros(heads, head_dim, dtype=torch.float32))
+            self.register_buffer(f"{side}_cov", torch.zeros(heads, head_dim, head_dim, dtype=torch.float32))
         self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
         self._known_ready = False
         self._checksum = 0
@@ -105,10 +106,11 @@ class Calibration(Float32Buffers):
     def ready(self) -> bool:
         """Whether both sides have seen data."""
         if not self._known_ready and not torch.compiler.is_compiling() and type(self.counts) is Tensor:
-            self._look()
+            self.refresh()
         return self._known_ready
 
-    def _look(self) -> None:
+    def refresh(self) -> None:
+        """Take note that the buffers were changed from outside."""
         # Read when the data changes: afterwards no call has to wait for a device, and a compiled graph need not look.
         self._known_ready = not self.counts.is_meta and bool((self.counts > 0).all())
         if self._known_ready:
@@ -132,10 +134,12 @@ class Calibration(Float32Buffers):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._look()
+        self.refresh()
 
     def update(self, q: Tensor, k: Tensor, key_mask: Tensor | None = None, query_mask: Tensor | None = None) -> None:
         """Add a batch: q (B, G H, L, D), k (B, H, S, D); masks (B, S) and (B, L), True = real."""
+        checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
+        checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         with torch.no_grad():
             queries, keys = self._rows(q, query_mask), self._rows(k, key_mask)
             # Before anything is merged: one NaN would stay in the running means, and in every output, for good.
@@ -148,7 +152,7 @@ class Calibration(Float32Buffers):
                     )
             self._merge("query", 0, queries)
             self._merge("key", 1, keys)
-        self._look()
+        self.refresh()
 
     def assign(self, query_mean: Tensor, key_mean: Tensor, query_cov: Tensor, key_cov: Tensor, counts: Tensor) -> None:
         """Take over statistics gathered elsewhere: (H, D) twice, (H, D, D) twice, (2,) tokens."""
@@ -161,7 +165,7 @@ class Calibration(Float32Buffers):
                 ("counts", counts),
             ):
                 getattr(self, name).copy_(value)
-        self._look()
+        self.refresh()
 
     def _rows(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """(B, G H, L, D) -> (H, tokens, D) in float64, real tokens only. One head of ours pools all of theirs."""

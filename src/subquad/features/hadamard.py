@@ -1,6 +1,6 @@
 """The fast Walsh-Hadamard transform and the projection that is built from it.
 
-H_1 = [1],  H_2n = [[H_n, H_n], [H_n, -H_n]] (Sylvester), applied in n log2 n additions and never stored.
+H_1 = [1],  H_2n = [[H_n, H_n], [H_n, -H_n]] (Sylvester), applied in n log2 n additions.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class HadamardProjection(Projection):
     sparse inputs at every width and three are as good as uniform (`variance.hadamard_kurtosis`). A token is padded with
     zeros to d', which is why the norms are chi(d'): with chi(dim) the rows would be too short.
 
-    Stored are signs (int8) and norms, O(k rows) instead of rows x dim.
+    Saved are signs (int8) and norms, O(k rows) instead of rows x dim. The native kernels apply the butterflies where
+    they win; torch multiplies by the dense matrix, which is faster there, and keeps it (`RandomFeatures`).
     Choromanski et al., "The Unreasonable Effectiveness of Structured Random Orthogonal Embeddings", 2017.
 
     >>> W = HadamardProjection(rows=8, dim=5, seed=0)

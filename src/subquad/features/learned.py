@@ -117,7 +117,7 @@ def mean_divergence(
     True
     """
     q, k, visible, real = _sample(q, k, is_causal, key_mask, query_mask)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(q):
         return float(_divergence(feature_map, q, k, visible, real, scale))
 
 

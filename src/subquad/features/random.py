@@ -148,13 +148,13 @@ class ExponentialFeatures(RandomFeatures):
                 # Optional: the optimum for unit-variance queries and keys until calibrate() is called.
                 self.calibration = Calibration(kv_heads or 1, head_dim)
             start = float(oprf_optimal_a(head_dim, 2.0 * math.sqrt(head_dim)))
-            self.register_buffer("a", torch.full((kv_heads or 1, 1), start))
+            self.register_buffer("a", torch.full((kv_heads or 1, 1), start, dtype=torch.float32))
         elif features == "sderf":
             assert kv_heads is not None
             if self.calibration is None:
                 self.calibration = Calibration(kv_heads, head_dim)
-            self.register_buffer("a", torch.zeros(kv_heads, head_dim))
-            self.register_buffer("basis", torch.eye(head_dim).repeat(kv_heads, 1, 1))
+            self.register_buffer("a", torch.zeros(kv_heads, head_dim, dtype=torch.float32))
+            self.register_buffer("basis", torch.eye(head_dim, dtype=torch.float32).repeat(kv_heads, 1, 1))
 
     def check_ready(self) -> None:
         super().check_ready()
@@ -227,16 +227,13 @@ class ExponentialFeatures(RandomFeatures):
             return None
         root = math.sqrt(scale)
         weight, bias = self._directions(torch.float32)
-        query_offset = key_offset = torch.zeros_like(bias)
         linear = weight.new_zeros(weight.shape[0], self.head_dim)
         quadratic = -0.5 * scale * (2.0 if self.kernel == "gaussian" else 1.0)
         means = self._means(scale, torch.float32)
         if means is not None:
             x_mean, y_mean = means
-            query_offset = -(weight * x_mean).sum(-1)
-            key_offset = -(weight * y_mean).sum(-1)
             linear = root * (x_mean + y_mean).squeeze(-2)
-        return LinearForm(weight * root, query_offset, key_offset, bias, quadratic, linear, self.antithetic)
+        return LinearForm(weight * root, bias, quadratic, linear, self.antithetic)
 
 
 class TrigFeatures(RandomFeatures):
@@ -308,3 +305,10 @@ class GeneralisedFeatures(RandomFeatures):
 
     def keys(self, k: Tensor, scale: float) -> Features:
         return self._values(scaled(k, scale, queries=False))
+
+
+def apply_statistics(module: nn.Module) -> None:
+    """Set the scales of all maps inside `module` from the statistics that they hold."""
+    for part in module.modules():
+        if isinstance(part, ExponentialFeatures):
+            part.use_statistics()

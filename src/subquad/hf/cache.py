@@ -1,9 +1,9 @@
 """A cache for `generate()` that holds one mechanism state per layer instead of keys and values.
 
 Its size is that of the states: constant in the context for every kernelised mechanism and for sliding windows, growing
-for `softmax`, whose state is the list of all keys. transformers' own linear-attention layers hold a convolution and a
-recurrent tensor of one shape and track no length; a mechanism's state is any registered pytree (sums with a running
-maximum, a window with a count, both), and masks, positions and prompts that continue a cache need the length.
+for `softmax` and `multipole`, whose states have all keys. transformers' own linear-attention layers hold a convolution
+and a recurrent tensor of one shape and track no length; a mechanism's state is any registered pytree (sums with a
+running maximum, a window with a count, both), and masks, positions and prompts that continue a cache need the length.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .. import checks
 from ..mechanisms import Mechanism
 from ..nn.states import ModelState
 from ..rollback import Checkpoints
+from ..state import state_bytes
 
 __all__ = ["RollbackCache", "StateCache", "StateLayer"]
 
@@ -351,6 +352,4 @@ class StateCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all tensors of all states and layers."""
         states = [x.state if isinstance(x, StateLayer) else (x.keys, x.values) for x in self.layers]
-        own = [int(x.nbytes) for x in states if hasattr(x, "nbytes")]  # states that know it without copying their pages
-        kept = [self._rest, *(x for x in states if not hasattr(x, "nbytes"))]
-        return int(sum(own) + sum(x.nbytes for x in pytree.tree_leaves(kept) if isinstance(x, Tensor)))
+        return state_bytes([self._rest, *states])

@@ -17,15 +17,25 @@ from ..features.elementwise import ElementwiseFeatures
 from ..features.hadamard import HadamardProjection
 from ..features.random import ExponentialFeatures, GeneralisedFeatures
 
-__all__ = ["NOTHING", "MapArrays", "map_arrays"]
+__all__ = ["NOTHING", "Arrays", "MapArrays", "map_arrays"]
 
-NOTHING = torch.empty(0)
+NOTHING = torch.empty(0, dtype=torch.float32)
+
+
+class Arrays(NamedTuple):
+    """A projection by a matrix or by Hadamard butterflies, and what is added to log phi. Empty where there is none."""
+
+    weight: Tensor = NOTHING  # (h, R, D), h = 1 or the number of KV heads
+    bias: Tensor = NOTHING  # (h, R)
+    tilt: Tensor = NOTHING  # (h, D): tilt . k
+    signs: Tensor = NOTHING  # (h, n, k, D')
+    norms: Tensor = NOTHING  # (h, R)
 
 
 class MapArrays(NamedTuple):
-    """A feature map for fused kernels: arrays (see `native/operators.py`), and how to read them."""
+    """A feature map for fused kernels: its arrays, and how to read them."""
 
-    arrays: list[Tensor]
+    arrays: Arrays = Arrays()
     square: float = 0.0
     function: str = "identity"
     antithetic: bool = False
@@ -40,7 +50,7 @@ def map_arrays(feature_map: FeatureMap, scale: float, *, butterflies: bool = Tru
     """The map as a projection and a function, or None where it is none; `butterflies` keeps Hadamard matrix-free."""
     if isinstance(feature_map, ElementwiseFeatures):
         if isinstance(feature_map.function, str) and scale == 1.0:
-            return MapArrays([NOTHING] * 7, function=feature_map.function)
+            return MapArrays(function=feature_map.function)
         return None
     if isinstance(feature_map, GeneralisedFeatures):
         if feature_map.function is not F.relu or scale <= 0:
@@ -48,13 +58,11 @@ def map_arrays(feature_map: FeatureMap, scale: float, *, butterflies: bool = Tru
         # The factor 1/sqrt(M) goes into the state like everywhere else, so it must not be dropped here.
         factor = feature_map.num_features**-0.5
         weight = _stacked(feature_map.projection.as_matrix(torch.float32), 3) * (math.sqrt(scale) * factor)
-        return MapArrays(
-            [weight.contiguous(), *[NOTHING] * 6], function="relu", epsilon=feature_map.kernel_eps * factor
-        )
+        return MapArrays(Arrays(weight.contiguous()), function="relu", epsilon=feature_map.kernel_eps * factor)
     linear = feature_map.linear_form(scale)
     if linear is None or not isinstance(feature_map, ExponentialFeatures):
         return None
-    arrays = [linear.weight, NOTHING, NOTHING, linear.bias, NOTHING, NOTHING, NOTHING]
+    arrays = Arrays(linear.weight, linear.bias)
     projection = feature_map.projection
     matrix_free = butterflies and feature_map.features != "sderf"
     if matrix_free and isinstance(projection, HadamardProjection) and _butterflies_win(projection):
@@ -63,7 +71,7 @@ def map_arrays(feature_map: FeatureMap, scale: float, *, butterflies: bool = Tru
         )
         if feature_map.features == "oprf":
             lengths = lengths * (1.0 - 4.0 * feature_map.a).sqrt()
-        arrays[0], arrays[5], arrays[6] = NOTHING, _stacked(projection.signs, 4), lengths
+        arrays = Arrays(bias=linear.bias, signs=_stacked(projection.signs, 4), norms=lengths)
     means, tilt, level = None, NOTHING, None
     if feature_map.center:
         # Tokens are centred before they are projected: adding W mean back as an offset would cancel large numbers.
@@ -73,11 +81,13 @@ def map_arrays(feature_map: FeatureMap, scale: float, *, butterflies: bool = Tru
             for x in (feature_map.calibration.query_mean, feature_map.calibration.key_mean)
         )
         means = (q_mean, k_mean)
-        arrays[4] = linear.linear + 2.0 * linear.quadratic * k_mean.squeeze(-2)
         # What the map gives at its centre, so that a state means the same to every backend.
         at_centre = feature_map.keys(k_mean.unsqueeze(0), scale).log_scale
         assert at_centre is not None
-        arrays[3] = at_centre[0, :, 0, : linear.bias.shape[-1]]
+        arrays = arrays._replace(
+            bias=at_centre[0, :, 0, : linear.bias.shape[-1]],
+            tilt=linear.linear + 2.0 * linear.quadratic * k_mean.squeeze(-2),
+        )
         rows_at_centre = feature_map.queries(q_mean.unsqueeze(0), scale).log_scale
         assert rows_at_centre is not None
         level = (rows_at_centre - at_centre)[0, :, 0, 0]  # the same for every feature
@@ -85,7 +95,7 @@ def map_arrays(feature_map: FeatureMap, scale: float, *, butterflies: bool = Tru
         if feature_map.kernel == "gaussian":
             tilt = tilt - scale * q_mean.squeeze(-2)
         tilt = tilt.contiguous()
-    arrays = [x.to(torch.float32).contiguous() for x in arrays]
+    arrays = Arrays(*(x.to(torch.float32).contiguous() for x in arrays))
     return MapArrays(arrays, linear.quadratic, "exp", linear.antithetic, means=means, tilt=tilt, level=level)
 
 

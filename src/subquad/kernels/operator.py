@@ -53,12 +53,6 @@ class Call(NamedTuple):
     backend: str | None = None
     chunk_size: int | None = None
 
-    def real(self, k: Tensor) -> Tensor:
-        """(B, S) bool, True = real: the mask of keys k (B, H, S, D), written out where none was given."""
-        if self.key_mask is None:
-            return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-        return self.key_mask
-
 
 S = TypeVar("S")
 

@@ -2,7 +2,7 @@
 
     error = |A' - A|^2 / |A|^2            of the attention matrix, or of the outputs A v where values are given
 
-A relative *squared* error, as in `predict_error` and `plan` (its root is what `bench` prints). Every curve has the
+A relative *squared* error, as in `predict_error`, `plan` and `bench`. Every curve has the
 errors of uniform attention, degree 1 and Taylor degree 2 on the same rows beside it: they need no randomness, and a
 random-feature map above "uniform" is worse than the mean of the values.
 """

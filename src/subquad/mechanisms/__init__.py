@@ -198,16 +198,17 @@ def describe(mechanism: str | Mechanism | type[Mechanism]) -> dict[str, Any]:
     >>> sq.describe("linear")["paper"]
     'Katharopoulos et al., "Transformers are RNNs", 2020'
     """
-    cls = type(mechanism) if isinstance(mechanism, Mechanism) else _lookup(mechanism)
+    # Of an object its own facts: options may decide them.
+    known = mechanism if isinstance(mechanism, Mechanism) else _lookup(mechanism)
     return {
-        "name": cls.name,
-        "equation": cls.equation,
-        "paper": cls.paper,
-        "complexity": cls.complexity,
-        "causal": cls.causal,
-        "recurrent": cls.recurrent,
-        "constant_memory": (mechanism if isinstance(mechanism, Mechanism) else cls).constant_memory,
-        "exact": cls.exact,
-        "kernelised": cls.kernelised,
-        "options": cls.options(),
+        "name": known.name,
+        "equation": known.equation,
+        "paper": known.paper,
+        "complexity": known.complexity,
+        "causal": known.causal,
+        "recurrent": known.recurrent,
+        "constant_memory": known.constant_memory,
+        "exact": known.exact,
+        "kernelised": known.kernelised,
+        "options": known.options(),
     }

@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .. import checks
-from ..features.calibration import calibrations
+from ..features.calibration import Calibration, calibrations
+from ..features.random import apply_statistics
 from ..kernels.operator import Call
 from ..rollback import Checkpoints
 from ..state import State, check_continues, check_fits
@@ -50,8 +51,10 @@ class Mechanism(nn.Module):
         causal, recurrent, exact:  has a causal form; has a `scan`; equals softmax attention
         kernelised:                is a feature map and a sum (`Kernelised`)
         constant_memory:           the state of its `scan` does not grow with the context
+        quadratic:                 its time has a term in the square of the length, however small
         causal_refusal:            why there is no causal form, where there is none
         cross:                     there may be fewer or more queries than keys
+        each_query_alone:          no query changes what another one gets
         leaks_by_selection:        in causal calls, which keys a query sees can depend on later tokens
         CONTRACT_VARIANTS:         option sets that the contract tests run; every option appears in one of them
     """
@@ -69,9 +72,11 @@ class Mechanism(nn.Module):
     aliases: ClassVar[dict[str, str]] = {}
     cross: bool = True
     constant_memory: bool = False
+    quadratic: bool = False
     # Whether the states of its `scan` merge, and whether they crop by themselves.
     merges: bool = True
     crops: bool = False
+    each_query_alone: bool = False
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
     signed: bool = False
@@ -164,7 +169,7 @@ class Mechanism(nn.Module):
         """The state, if tokens (B, ., L, D) with so many KV heads and this value width can go on from it."""
         check_continues(state, State, origin, f"{self.name}'s scan() or absorb()")
         assert isinstance(state, State)
-        check_fits(state.holds(), tokens, heads, width)
+        check_fits(state.example(), tokens, heads, width)
         return state
 
     def resolve_scale(self, scale: float | None) -> float:
@@ -314,7 +319,7 @@ class Mechanism(nn.Module):
 
     @property
     def uses_calibration(self) -> bool:
-        """Whether it needs `calibrate` before it is called; other mechanisms refuse to be calibrated.
+        """Whether it has statistics that `calibrate` fills; other mechanisms refuse to be calibrated.
 
         >>> import subquad as sq
         >>> [sq.create("performer", 8, heads=2, center=center).uses_calibration for center in (True, False)]
@@ -333,6 +338,18 @@ class Mechanism(nn.Module):
         A mechanism that uses none raises; ask `uses_calibration` first.
         """
         raise ValueError(f"{self.name} as configured uses no calibration; nothing was changed")
+
+    def use_statistics(self, found: Calibration) -> None:
+        """Take over statistics of all KV heads that were gathered elsewhere, in place of `calibrate`."""
+        own = calibrations(self)
+        if any(one.heads != found.heads for one in own):
+            raise ValueError(
+                f"{self.name} has statistics of {own[0].heads} KV heads, those given are of {found.heads}; make it "
+                "with heads= and kv_heads= of the layer"
+            )
+        for one in own:
+            one.assign(found.query_mean, found.key_mean, found.query_cov, found.key_cov, found.counts)
+        apply_statistics(self)
 
     # -- what a mechanism implements: inputs are checked, masked keys and values are 0, the scale is a number ----------
 

@@ -14,6 +14,7 @@ as it is, (T q).(T^-T k) = q.k. T comes from calibration:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 from .. import checks
 from ..features.calibration import Calibration, balancing_map, calibrations, whitening_map
 from ..features.precision import Float32Buffers, full_precision
-from ..features.random import ExponentialFeatures
+from ..features.random import apply_statistics
 from ..features.seeded import Projection
 from ..kernels.operator import Call
 from ..state import check_continues, check_same, merge, register_state
@@ -72,7 +73,7 @@ class _Balance(Float32Buffers):
         super().__init__()
         self.calibration = Calibration(heads, head_dim)
         for name in ("query_map", "key_map"):
-            self.register_buffer(name, torch.eye(head_dim).repeat(heads, 1, 1))
+            self.register_buffer(name, torch.eye(head_dim, dtype=torch.float32).repeat(heads, 1, 1))
 
     def refresh(self, part: Mechanism, heads: Tensor) -> None:
         """T of some heads, for their mechanism, from the statistics."""
@@ -221,6 +222,8 @@ class HeadGroups(Mechanism):
         self.cross = all(part.cross for part in parts)
         self.merges = all(part.merges for part in parts)
         self.leaks_by_selection = any(part.leaks_by_selection for part in parts)
+        self.each_query_alone = all(part.each_query_alone for part in parts)
+        self.quadratic = any(part.quadratic for part in parts)
         # Facts of a class elsewhere; here of what was put together.
         for fact, value in (
             ("causal", all(part.causal for part in parts)),
@@ -230,6 +233,10 @@ class HeadGroups(Mechanism):
             ("causal_refusal", next((part.causal_refusal for part in parts if not part.causal), "")),
         ):
             object.__setattr__(self, fact, value)
+
+    def resolve_scale(self, scale: float | None) -> float:
+        """The caller's scale, or NaN: the groups may have different defaults, so each takes its own."""
+        return math.nan if scale is None else super().resolve_scale(scale)
 
     def parts(self) -> Iterable[Mechanism]:
         """The mechanisms, in the order of the groups."""
@@ -286,7 +293,7 @@ class HeadGroups(Mechanism):
                     found.query_mean[heads], found.key_mean[heads], found.query_cov[heads], found.key_cov[heads],
                     found.counts,
                 )  # fmt: skip
-            _use(part)
+            apply_statistics(part)
 
     def _spread(self) -> None:
         """From the statistics to the coordinates and to what the groups know in them."""
@@ -297,7 +304,7 @@ class HeadGroups(Mechanism):
                 self.balancing.refresh(part, heads)
             for calibration in calibrations(part):
                 self.balancing.moved(calibration, heads)
-            _use(part)
+            apply_statistics(part)
 
     def _check_ready(self) -> None:
         if self.balancing is not None and not self.balancing.calibration.ready:
@@ -336,7 +343,7 @@ class HeadGroups(Mechanism):
         outs = []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
-            outs.append(part._attend(rows, keys, values, call, is_causal=is_causal))
+            outs.append(part._attend(rows, keys, values, _own(part, call), is_causal=is_causal))
         return self._joined(outs)
 
     def _origin(self, scale: float) -> str:
@@ -357,7 +364,7 @@ class HeadGroups(Mechanism):
         outs, after = [], []
         for i, part in enumerate(self.parts()):
             rows, keys, values = self._split(i, q, k, v)
-            out, grown = part._scan(rows, keys, values, states[i], call)
+            out, grown = part._scan(rows, keys, values, states[i], _own(part, call))
             outs.append(out)
             after.append(grown)
         return self._joined(outs), HeadGroupsState(tuple(after), self._origin(call.scale))
@@ -367,24 +374,23 @@ class HeadGroups(Mechanism):
         after = []
         for i, part in enumerate(self.parts()):
             _, keys, values = self._split(i, None, k, v)
-            after.append(part._absorb(keys, values, states[i], call))
+            after.append(part._absorb(keys, values, states[i], _own(part, call)))
         return HeadGroupsState(tuple(after), self._origin(call.scale))
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         states = self._states(state, call.scale)
         parts = enumerate(self.parts())
-        return self._joined([part._read(self._split(i, q)[0], states[i], call) for i, part in parts])
+        return self._joined([part._read(self._split(i, q)[0], states[i], _own(part, call)) for i, part in parts])
 
 
 _SHAPE = ("head_dim", "heads", "kv_heads")
 
 
+def _own(part: Mechanism, call: Call) -> Call:
+    """The call with the default scale of this mechanism where none was given."""
+    return call._replace(scale=part.resolve_scale(None)) if math.isnan(call.scale) else call
+
+
 def _has_coordinates(part: nn.Module) -> bool:
     """Whether it matters to a mechanism in which coordinates queries and keys are."""
     return isinstance(part, Multipole) or any(isinstance(x, (Calibration, Projection)) for x in part.modules())
-
-
-def _use(part: nn.Module) -> None:
-    for module in part.modules():
-        if isinstance(module, ExponentialFeatures):
-            module.use_statistics()

@@ -30,6 +30,7 @@ class Kernelised(Mechanism):
     recurrent = True
     constant_memory = True
     kernelised = True
+    each_query_alone = True
     feature_map: FeatureMap
     # Whether the output is divided by phi(q)^T z.
     normalise: bool = True
@@ -52,7 +53,16 @@ class Kernelised(Mechanism):
         # Of the children themselves: reading the whole module tree would take a good part of a decode step.
         statistics = self.feature_map._modules.get("calibration")
         calibrated = f" calibration {statistics.fingerprint}" if isinstance(statistics, Calibration) else ""
-        return f"{self.name}({self.extra_repr()}) draw {draw}{calibrated} scale {scale:.9g}"
+        return f"{self._identity()} draw {draw}{calibrated} scale {scale:.9g}"
+
+    def _identity(self) -> str:
+        """Name and all options but the seed, which `draw_key` holds. Kept: a decode step has no time to write it."""
+        known = self.__dict__.get("_kept_identity")
+        if known is None:
+            options = {name: getattr(self, name) for name in self.options() if name != "seed"}
+            shown = (f"{name}={getattr(x, '__qualname__', x)}" for name, x in options.items())
+            known = self.__dict__["_kept_identity"] = f"{self.name}({', '.join(shown)})"
+        return str(known)
 
     def _spec(self, is_causal: bool) -> WindowedLinear:
         return WindowedLinear(self.feature_map, causal=is_causal, normalise=self.normalise)
@@ -74,6 +84,4 @@ class Kernelised(Mechanism):
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         state = self._continued(state, self._origin(call.scale), q)
-        if q.shape[1] % state.weighted.shape[1]:
-            raise ValueError(f"q has {q.shape[1]} heads, not a multiple of the state's {state.weighted.shape[1]}")
         return dispatch.read(self._spec(False), call, q, state)

@@ -51,3 +51,4 @@ class LinearAttention(Kernelised):
         # Past nn.Module's registration: the map already holds it, where it is a module.
         object.__setattr__(self, "features", features)
         self.feature_map = ElementwiseFeatures(features, head_dim)
+        self.signed = callable(features)  # it may be, and nothing tells

@@ -168,6 +168,7 @@ class Linformer(Mechanism):
     equation = "softmax(q (E k)^T / sqrt(D)) (F v)"
     paper = 'Wang et al., "Linformer: Self-Attention with Linear Complexity", 2020'
     complexity = "O((L + S) rank (D + E)); parameters 2 H rank length, fewer when shared"
+    each_query_alone = True
     causal = False
     causal_refusal = "every row of E k mixes all positions, so each output would see the future"
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (

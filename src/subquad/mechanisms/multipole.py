@@ -28,7 +28,7 @@ from ..kernels.multipole.constant_pages import begin_constant
 from ..kernels.multipole.pages import Pages, begin
 from ..kernels.multipole.states import ConstantState, MultipoleState
 from ..kernels.operator import Call
-from ..kernels.padding import Order
+from ..kernels.padding import Order, real_keys
 from ..state import check_continues, check_fits
 from .base import Mechanism, without_padding
 
@@ -81,6 +81,8 @@ class Multipole(Mechanism):
     paper = 'after Vyas et al., "Clustered Attention", 2020, and Hooper et al., "Multipole Attention", 2025'
     complexity = "O(L (S clusters / chunk + exact_keys + chunk) (D + E)); state O(S (D + E))"
     recurrent = True
+    quadratic = True
+    each_query_alone = True
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
         {"chunk": 8, "clusters": 2, "exact_keys": 4, "seed": 3},
         {"chunk": 8, "clusters": 3, "exact_keys": 0, "cap": 0.2, "radius": 0.0, "iterations": 0, "seed": 3},
@@ -144,6 +146,7 @@ class Multipole(Mechanism):
                 raise ValueError(f"sinks={sinks} must be at most chunk={chunk}: they are of a sequence's first chunk")
         self.memory, self.limit, self.sinks = memory, limit, sinks
         self.constant_memory = memory == "constant"
+        self.quadratic = not self.constant_memory
         self.merges = self.crops = not self.constant_memory
         self.chunk, self.clusters, self.exact_keys, self.iterations = chunk, clusters, exact_keys, iterations
         self.error, self.cap, self.radius = error, cap, radius
@@ -231,7 +234,7 @@ class Multipole(Mechanism):
     ) -> Any:
         kind = ConstantState if self.constant_memory else MultipoleState
         check_continues(state, kind, self._origin(scale), "multipole's scan() or absorb()")
-        check_fits(state.holds(), tokens, heads, width, exactly=not self.constant_memory)
+        check_fits(state.example(), tokens, heads, width, exactly=not self.constant_memory)
         return state
 
     def _pages(self, state: Any, call: Call, k: Tensor, v: Tensor) -> Pages:
@@ -271,7 +274,7 @@ class Multipole(Mechanism):
         if paged(call, k, k, v, state):
             _, pages = self._pages(state, call, k, v).scan(None, k, v, call.key_mask)
             return MultipoleState.of(pages, self._origin(call.scale))
-        mask = call.real(k)
+        mask = real_keys(k, call.key_mask)
         known = None
         if state is not None:
             before = state

@@ -57,6 +57,7 @@ class SeparableLinformer(Mechanism):
     equation = "softmax_features(q) (softmax_tokens(E k)^T (F v)); E = F = identity unless projected"
     paper = 'Verma, "Revisiting Linformer with a modified self-attention with linear complexity", 2020'
     complexity = "O((L + S) D E); with projections O(L D E + S rank (D + E))"
+    each_query_alone = True
     causal = False
     causal_refusal = "its projections mix all positions; without them it is 'efficient', which has a causal form"
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (

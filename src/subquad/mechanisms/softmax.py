@@ -90,6 +90,8 @@ class Softmax(Mechanism):
     recurrent = True
     crops = True
     exact = True
+    each_query_alone = True
+    quadratic = True
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         check_call(call)
@@ -147,5 +149,6 @@ class Softmax(Mechanism):
         return new if state is None else self._checked(state, call.scale, k, k.shape[1], v.shape[-1]).merge(new)
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
+        check_call(call)
         state = self._checked(state, call.scale, q)
         return self._masked(q, state.k, state.v, False, 0, call.scale, state.mask, call.backend)

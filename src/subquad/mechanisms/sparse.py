@@ -52,6 +52,8 @@ class Sparse(Mechanism):
     paper = 'Child et al., "Generating Long Sequences with Sparse Transformers", 2019'
     complexity = "O(L (stride + L / stride) (D + E)), O(L sqrt(L)) at stride = sqrt(L)"
     cross = False
+    each_query_alone = True
+    quadratic = True
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
         {"stride": 6},
         {"stride": 1},

@@ -35,6 +35,7 @@ class Windowed(Mechanism):
     recurrent = True
     constant_memory = True
     cross = False
+    each_query_alone = True
     aliases: ClassVar[dict[str, str]] = {"global_tokens": "sinks"}
     # What to use where queries and keys are different tokens.
     instead_of_cross: str

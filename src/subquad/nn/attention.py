@@ -21,6 +21,7 @@ from ..mechanisms import Mechanism
 from ..state import check_same, merge, register_state
 from .config import LayerMechanism
 from .layer_mechanisms import make_mechanism
+from .modes import evaluation_mode
 from .positions import Rotation, rotation_at, token_positions
 
 __all__ = ["AttentionState", "MultiheadAttention", "calibrating", "check_sequence", "reset_linear"]
@@ -258,14 +259,11 @@ def calibrating(model: nn.Module) -> Iterator[None]:
     Without gradients and in evaluation mode; mechanisms that use no statistics are left alone.
     """
     layers = [module for module in model.modules() if isinstance(module, MultiheadAttention)]
-    training = model.training
-    model.eval()
     try:
         for layer in layers:
             layer.calibrating = True
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             yield
     finally:
         for layer in layers:
             layer.calibrating = False
-        model.train(training)

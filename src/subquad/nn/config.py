@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .. import checks
-from ..mechanisms import MECHANISMS, Mechanism
+from ..mechanisms import COMBINED, MECHANISMS, Mechanism
 
 __all__ = ["CONFIG_VERSION", "LayerMechanism", "MechanismChoice", "ModelConfig", "check_version", "mechanism_data"]
 
@@ -31,7 +31,7 @@ POSITIONS = ("none", "sinusoidal", "learned", "rotary")
 def _check_layer_mechanism(argument: str, choice: object) -> None:
     if isinstance(choice, (str, Mechanism)):
         if isinstance(choice, str):
-            checks.check_option(argument, choice, sorted(MECHANISMS))
+            checks.check_option(argument, choice, sorted({**MECHANISMS, **COMBINED}))
         return
     if isinstance(choice, Mapping):
         if not isinstance(choice.get("mechanism"), str):
@@ -66,7 +66,7 @@ def mechanism_data(argument: str, choice: Any) -> Any:
     [{'mechanism': 'linear'}, 'softmax']
     """
     if isinstance(choice, Mechanism):
-        if MECHANISMS.get(choice.name) is not type(choice):
+        if {**MECHANISMS, **COMBINED}.get(choice.name) is not type(choice):
             raise TypeError(
                 f"{argument} holds an object of {type(choice).__name__}, which is not one of list_mechanisms(), so it "
                 "has no JSON form; build the model in code and load its state_dict"

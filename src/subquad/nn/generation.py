@@ -1,4 +1,4 @@
-"""Tokens after a prompt, one scan step each: time and memory per token do not depend on how much went before."""
+"""Tokens after a prompt, one scan step each, on states instead of keys (of fixed size with `constant_memory`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .modes import evaluation_mode
 from .stack import padding_first, take_tokens
 
 __all__ = ["check_sampling", "generate", "sample", "stream"]
@@ -160,9 +161,7 @@ def _steps(
     begin: Callable[[], Any] | None,
     prefill_size: int | None,
 ) -> Iterator[Tensor]:
-    training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         # Around each piece of work and not around the yields: the caller's own code keeps its gradients.
         with torch.no_grad():
             if begin is not None:
@@ -181,8 +180,6 @@ def _steps(
             with torch.no_grad():
                 last, states = model.scan(chosen.unsqueeze(1), states, last_only=True)
                 logits = last[:, -1]
-    finally:
-        model.train(training)
 
 
 _OPTIONS = tuple(

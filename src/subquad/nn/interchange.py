@@ -158,20 +158,32 @@ class TorchEncoderCall(nn.Module):
         causal = _is_causal(src_mask if mask is None else mask, is_causal, x.shape[1])
         real = None
         if src_key_padding_mask is not None:
-            hidden = src_key_padding_mask
-            real = ~(hidden if hidden.dtype == torch.bool else hidden == float("-inf"))
+            real = ~_hidden("src_key_padding_mask", src_key_padding_mask)
         out: Tensor = self.encoder(x, is_causal=causal, key_mask=real)
         return out if self.batch_first else out.transpose(0, 1)
+
+
+def _hidden(argument: str, mask: Tensor) -> Tensor:
+    """True where a mask of torch's modules hides: a bool one says so, a float one is added to the scores."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= -1e4
+    if not mask.is_floating_point() or not bool((hidden | (mask == 0)).all()):
+        raise ValueError(
+            f"{argument} must be bool with True for hidden tokens, or float with 0 for real and -inf for hidden ones; "
+            f"got {mask.dtype} with other values, and nothing is added to single scores here"
+        )
+    return hidden
 
 
 def _is_causal(mask: Tensor | None, is_causal: bool | None, length: int) -> bool:
     if mask is None or is_causal:
         return bool(is_causal)
-    hidden = mask if mask.dtype == torch.bool else mask == float("-inf")
+    hidden = _hidden("mask", mask)
     future = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
     if hidden.shape != future.shape or not torch.equal(hidden, future):
         raise ValueError(
-            "mask is not supported unless it is the causal one: linear-time attention never forms the (L, L) score "
-            "matrix. Use is_causal=True for a causal mask and src_key_padding_mask for padding"
+            "mask is not supported unless it is the causal one: mechanisms need not form the (L, L) score matrix. Use "
+            "is_causal=True for a causal mask and src_key_padding_mask for padding"
         )
     return True

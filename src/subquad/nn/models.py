@@ -92,7 +92,7 @@ class TransformerEncoder(Stack):
 
 
 class TransformerDecoder(Stack):
-    """A causal language model: (B, L) token ids -> (B, L, vocab) logits; also token by token, in constant memory.
+    """A causal language model: (B, L) token ids -> (B, L, vocab) logits; also token by token, on states.
 
     layers, heads, dim, mechanism, options: as for `TransformerEncoder`; must be causal, and recurrent to scan
     vocab: the number of token ids

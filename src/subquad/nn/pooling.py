@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
+
 __all__ = ["pool"]
 
 
@@ -15,6 +17,7 @@ def pool(hidden: Tensor, mask: Tensor | None, how: str) -> Tensor:
     >>> [pool(hidden, mask, how).item() for how in ("mean", "first", "last")]
     [2.0, 1.0, 3.0]
     """
+    checks.check_option("pooling", how, ("mean", "first", "last"))
     if mask is None:
         return {"mean": hidden.mean(1), "first": hidden[:, 0], "last": hidden[:, -1]}[how]
     if how == "mean":

@@ -69,7 +69,7 @@ class _Pieces:
         else:
             raise ValueError(
                 f"{mechanism.name} over a sequence that is cut over processes is causal only: without is_causal=True "
-                "its window needs the keys of the next piece. Use a kernelised mechanism, or one process per sequence"
+                "a window needs the keys of the next piece. Use a kernelised mechanism, or one process per sequence"
             )
         states, tie = self._gathered(own)
         if not is_causal:

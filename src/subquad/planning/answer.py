@@ -11,6 +11,7 @@ from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from ..plain_text import aligned
 from . import cost
+from .candidates import with_seed
 from .cost import TimeEstimate
 
 __all__ = ["ROUNDING", "SLACK", "WORTH", "Choice", "Plan", "limit_of", "setting_in_words"]
@@ -123,11 +124,20 @@ class Choice:
         every = {**self.options, **far} if isinstance(far, dict) else self.options
         return bool(every.get("center") or every.get("hermite") or every.get("features") in ("oprf", "sderf"))
 
-    def create(self, head_dim: int, heads: int | None = None, kv_heads: int | None = None, **more: Any) -> Mechanism:
-        """The mechanism itself; see `needs_calibration`. `more` adds options, for example seed=0."""
+    def create(
+        self,
+        head_dim: int,
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        *,
+        seed: int | None = None,
+        **more: Any,
+    ) -> Mechanism:
+        """The mechanism itself; see `needs_calibration`. `more` adds options; a `seed` is for what is drawn, if any."""
         if self.given is not None:
             return self.given
-        return create(self.mechanism, head_dim, heads, kv_heads, **{**self.options, **more})
+        options = self.options if seed is None else with_seed(self.mechanism, self.options, seed)
+        return create(self.mechanism, head_dim, heads, kv_heads, **{**options, **more})
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data; an infinite error is null."""

@@ -1,7 +1,7 @@
 """How long it takes on this machine: a few measured lengths, a curve through them, and how far to trust it.
 
     linear      t = a + b L          kernelised and windowed mechanisms, and the layers around attention
-    quadratic   t = b L + c L^2      softmax attention and strided patterns
+    quadratic   t = b L + c L^2      softmax attention, strided patterns, multipole (clusters of all keys: a small c)
     power       t = c L^p            mechanisms from outside, of which nothing is known
 
 Between two measured lengths the time is interpolated; beyond the longest one the curve speaks, fitted to relative
@@ -25,12 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..mechanisms import MECHANISMS, create
+from ..mechanisms import COMBINED, MECHANISMS, create
 from ..mechanisms.base import Mechanism
 from .tables import measurement_key, read_json_table, write_json_table
 
 __all__ = [
-    "QUADRATIC",
     "CostModel",
     "Points",
     "TimeEstimate",
@@ -46,7 +45,6 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 ROUNDS = 3  # up to three times as many while the usual run is more than QUIET times as slow as the best
 QUIET = 1.25
 PATIENCE = 0.15  # seconds of one run beyond which no longer length is measured
-QUADRATIC = ("softmax", "sparse")
 BASES = {"linear": (0, 1), "quadratic": (1, 2)}
 
 Points = dict[int, tuple[float, ...]]  # length -> seconds of each run
@@ -158,9 +156,9 @@ class CostModel:
 
 
 def _form(attend: Mechanism) -> str:
-    if attend.name in QUADRATIC:
+    if attend.quadratic:
         return "quadratic"
-    return "linear" if MECHANISMS.get(attend.name) is type(attend) else "power"
+    return "linear" if {**MECHANISMS, **COMBINED}.get(attend.name) is type(attend) else "power"
 
 
 def clock() -> float:
@@ -236,8 +234,8 @@ def _as_on(stored: Points, again: Points, found: list[Points]) -> list[Points]:
     return [{n: tuple(ratio * seconds for seconds in runs) for n, runs in points.items()} for points in found]
 
 
-def _ready(attend: Mechanism, heads: int) -> Mechanism:
-    """A twin of `attend` with `heads` heads that can run on made-up data: what it costs does not depend on the data."""
+def _ready(attend: Mechanism, heads: int, kv_heads: int) -> Mechanism:
+    """A twin of `attend` with so many heads that can run on made-up data: what it costs does not depend on the data."""
     try:
         config = attend.config()
     except TypeError:  # it holds a callable
@@ -245,32 +243,43 @@ def _ready(attend: Mechanism, heads: int) -> Mechanism:
     name = config.pop("mechanism")
     if MECHANISMS.get(name) is not type(attend):
         return attend
-    made = create(name, **{**config, "heads": heads, "kv_heads": heads})
+    made = create(name, **{**config, "heads": heads, "kv_heads": kv_heads})
     far = getattr(made, "far", made)
     if getattr(getattr(far, "feature_map", None), "calibration", None) is not None:
         generator = torch.Generator().manual_seed(0)
-        made.calibrate(*0.5 * torch.randn(2, 1, heads, 4 * made.head_dim, made.head_dim, generator=generator))
+        q, k = (_drawn(1, n, 4 * made.head_dim, made.head_dim, generator) for n in (heads, kv_heads))
+        made.calibrate(q, k)
     return made
 
 
+def _drawn(batch: int, heads: int, length: int, width: int, generator: torch.Generator) -> Tensor:
+    return 0.5 * torch.randn(batch, heads, length, width, generator=generator)
+
+
 def attention_costs(
-    mechanisms: Sequence[Mechanism], *, heads: int = 8, is_causal: bool = False, training: bool = False
+    mechanisms: Sequence[Mechanism],
+    *,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    is_causal: bool = False,
+    training: bool = False,
 ) -> list[CostModel]:
     """The cost of each mechanism with `heads` heads of one sequence; measured in turn where it is not known yet."""
+    kv_heads = heads if kv_heads is None else kv_heads
     keys = []
     for attend in mechanisms:
         try:
             config = attend.config()
         except TypeError:
             config = {"mechanism": attend.name, "options": repr(attend)}
-        keys.append(measurement_key(config, heads, is_causal, training))
+        keys.append(measurement_key(config, heads, is_causal, training, kv_heads))
 
     def measure(missing: list[int]) -> list[Points]:
         # Times of different days can only be compared through something that ran on both: softmax attention.
         known = next((i for i, attend in enumerate(mechanisms) if attend.name == "softmax" and i not in missing), None)
-        twins = [_ready(mechanisms[i], heads) for i in missing]
+        twins = [_ready(mechanisms[i], heads, kv_heads) for i in missing]
         if known is not None:
-            twins.append(_ready(mechanisms[known], heads))
+            twins.append(_ready(mechanisms[known], heads, kv_heads))
         calls = [lambda x, attend=attend: attend(*x, is_causal=is_causal) for attend in twins]
         widths = {attend.head_dim for attend in twins}
         if len(widths) > 1:
@@ -278,7 +287,7 @@ def attention_costs(
         width = widths.pop()
         generator = torch.Generator().manual_seed(0)
         found = _measure(
-            calls, lambda length: list(0.5 * torch.randn(3, 1, heads, length, width, generator=generator)), training
+            calls, lambda n: [_drawn(1, h, n, width, generator) for h in (heads, kv_heads, kv_heads)], training
         )
         stored = None if known is None else _stored(read_json_table(FILE).get(keys[known]))
         return found if stored is None else _as_on(stored, found.pop(), found)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.calibration import Calibration, calibrations
-from ..features.random import ExponentialFeatures
+from ..features.calibration import Calibration
 from ..mechanisms import create
 from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
@@ -105,12 +104,7 @@ class _Study:
         attend = made(ladder, options, self.seed + draw, self.q, self.k)
         if ladder.given is None:
             # The same statistics for all: gathering them costs more than many a run.
-            known = self.statistics
-            for own in calibrations(attend):
-                own.assign(known.query_mean, known.key_mean, known.query_cov, known.key_cov, known.counts)
-            for part in attend.modules():
-                if isinstance(part, ExponentialFeatures):
-                    part.use_statistics()
+            attend.use_statistics(self.statistics)
         return attend
 
     def cheapest(self, ladder: Ladder) -> Choice | None:
@@ -243,9 +237,7 @@ def timed(plan: Plan) -> Plan:
     good = [choice for choice in plan.choices if choice.mechanism != "softmax" and choice.meets(target)]
     rest = [choice for choice in plan.choices if choice.mechanism != "softmax" and not choice.meets(target)]
     fixed = [choice for choice in [*good, plan.exact] if choice.relative is None]
-    mechanisms = [
-        choice.create(plan.head_dim, plan.heads, **with_seed(choice.mechanism, choice.options, 0)) for choice in fixed
-    ]
+    mechanisms = [choice.create(plan.head_dim, plan.heads, seed=0) for choice in fixed]
     costs = attention_costs(mechanisms, heads=plan.heads, is_causal=plan.is_causal)
     *measured, exact = (replace(choice, time=cost.at(plan.length)) for choice, cost in zip(fixed, costs, strict=True))
     assert exact.time is not None

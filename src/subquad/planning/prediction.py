@@ -121,7 +121,7 @@ def predict_error(
         *(q, k, v),
         tokens=MOST_TOKENS,
         is_causal=is_causal,
-        scale=attend.resolve_scale(scale),
+        scale=scale,
         key_mask=key_mask,
         seed=seed,
         most_scores=MOST_SCORES,

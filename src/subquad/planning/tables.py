@@ -44,10 +44,18 @@ def write_json_table(file: str, table: dict[str, Any]) -> None:
         write_json(table_path(file), dict(sorted(table.items())))
 
 
-def measurement_key(config: dict[str, Any], heads: int, is_causal: bool, training: bool) -> str:
+def _shown(config: dict[str, Any]) -> dict[str, Any]:
+    """What the time depends on; a far field has a config of its own inside."""
+    kept = {name: value for name, value in config.items() if name not in ("heads", "kv_heads", "seed")}
+    return {name: _shown(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+def measurement_key(
+    config: dict[str, Any], heads: int, is_causal: bool, training: bool, kv_heads: int | None = None
+) -> str:
     """One line that names a measurement: what ran, in which form, where."""
-    shown = {name: value for name, value in config.items() if name not in ("heads", "kv_heads", "seed")}
     machine = f"{platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, subquad {__version__}"
+    shared = "" if kv_heads in (None, heads) else f" on {kv_heads}"
     form = f"{'causal' if is_causal else 'full'} {'training' if training else 'forward'}"
-    return f"{json.dumps(shown, sort_keys=True)} heads {heads}, {form}; {machine}; {versions}"
+    return f"{json.dumps(_shown(config), sort_keys=True)} heads {heads}{shared}, {form}; {machine}; {versions}"

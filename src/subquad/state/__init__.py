@@ -4,7 +4,16 @@ A state is immutable: `absorb` and `merge` return a new one. States merge associ
 cached once and a sequence can be cut over machines.
 """
 
-from .checks import check_continues, check_crop, check_fits, check_same, check_tokens_join, merge, register_state
+from .checks import (
+    check_continues,
+    check_crop,
+    check_fits,
+    check_same,
+    check_tokens_join,
+    merge,
+    register_state,
+    state_bytes,
+)
 from .sums import Partial, Sums, finite, join, masked, row_weights, safe_divide
 from .windowed import State, Tokens, take
 
@@ -25,5 +34,6 @@ __all__ = [
     "register_state",
     "row_weights",
     "safe_divide",
+    "state_bytes",
     "take",
 ]

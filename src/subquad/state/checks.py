@@ -28,7 +28,7 @@ def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> N
 def check_fits(held: Tensor, tokens: Tensor, heads: int | None, width: int | None, *, exactly: bool = False) -> None:
     """Refuse tokens (B, ., L, D) that a state which holds `held` (B, H, ., E) has no place for.
 
-    heads, width: KV heads and value width of the tokens; None = whatever the state has
+    heads, width: KV heads and value width of the tokens; None = whatever the state has: the tokens are queries
     exactly:      the state holds the tokens themselves, so that they must have its dtype; else half precision may
                   continue a float32 state
     """
@@ -47,6 +47,8 @@ def check_fits(held: Tensor, tokens: Tensor, heads: int | None, width: int | Non
             f"the state has (batch, heads, value width) {have}, the tokens given need {want}; begin a new state, or "
             "bring the tokens into that shape"
         )
+    if heads is None and tokens.shape[1] % have[1]:
+        raise ValueError(f"q has {tokens.shape[1]} heads, not a multiple of the state's {have[1]}")
 
 
 def check_same(earlier: Any, later: Any) -> None:
@@ -97,6 +99,17 @@ def merge(earlier: Any, later: Any) -> Any:
         raise TypeError(f"merge: expected two states from scan() or absorb(), got {type(earlier).__name__}")
     check_same(earlier, later)
     return earlier.merge(later)
+
+
+def state_bytes(state: Any) -> int:
+    """Bytes of all tensors in a state, or in several.
+
+    >>> state_bytes([torch.zeros(3), {"k": torch.zeros(2, 2)}])
+    28
+    """
+    # States of multipole know it themselves: taking them apart would copy their pages.
+    leaves = pytree.tree_leaves(state, is_leaf=lambda x: hasattr(x, "nbytes"))
+    return sum(int(x.nbytes) for x in leaves if hasattr(x, "nbytes"))
 
 
 def register_state(cls: type, static: tuple[str, ...] = ("origin",)) -> None:

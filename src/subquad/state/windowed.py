@@ -80,7 +80,7 @@ class State:
         assert self.far is not None
         return self.far.log_max
 
-    def holds(self) -> Tensor:
+    def example(self) -> Tensor:
         """A tensor (B, H, ., E) that shows the batch, KV heads, value width and dtype of the state."""
         if self.far is not None:
             return self.far.weighted
@@ -121,8 +121,8 @@ class State:
     def merge(self, later: State) -> State:
         """This context followed by `later`'s: the newest W and the first N tokens of both, and the rest far."""
         check_same(self, later)
-        if self.holds().shape != later.holds().shape:
-            shapes = " and ".join(describe_shape(x.holds()) for x in (self, later))
+        if self.example().shape != later.example().shape:
+            shapes = " and ".join(describe_shape(x.example()) for x in (self, later))
             raise ValueError(f"merge: the states differ in batch, heads or value width: {shapes}")
         count = self.count + later.count
         far = self.far if later.far is None or self.far is None else self.far.merge(later.far)

@@ -1,4 +1,4 @@
-"""The sources' experiments: one file per task, with its data, its model head and its metric."""
+"""Training tasks, most of them from the papers: one file per task, with its data, its model head and its metric."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .. import checks
+from .. import state as states
 from .base import UNLIMITED, Batch, Examples, Progress, Task, TaskModel
 from .heads import IGNORED, CausalModel, token_metrics
 
@@ -99,8 +99,7 @@ def state_bytes(backbone: Any, tokens: torch.Tensor) -> int | None:
         return None
     with torch.no_grad():
         _, state = backbone.scan(tokens)
-    leaves = pytree.tree_leaves(state.layers)
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return states.state_bytes(state.layers)
 
 
 @dataclass(frozen=True)

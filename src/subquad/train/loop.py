@@ -201,7 +201,7 @@ class _Training:
             seed_all(mix(self.settings.seed, 1 + self.workers.process) >> 1)
             self._save(0)
             return 0
-        self.metrics = state["metrics"]
+        self.metrics = {name: value for name, value in state["metrics"].items() if value is not None}  # NaN is null
         if self.redraw is not None:
             self.redraw.load_state_dict(state["redraw"])
         step = int(state["step"])

@@ -20,18 +20,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from ...mechanisms import Mechanism
-from ...mechanisms.head_groups import HeadGroups
 from ...nn.packing import run_packed
 from ..cache import StateLayer
 from .interface import Call, Seen, mechanism_of
 from .masks import absorbed, same_tokens, visible_after, visible_keys
 
-__all__ = ["Converted", "ConvertedLayer", "CrossLayer", "attend_seen", "each_query_alone", "joined", "unjoined"]
+__all__ = ["Converted", "ConvertedLayer", "CrossLayer", "attend_seen", "joined", "unjoined"]
 
 # Arguments through which transformers hands a layer the sequence that its keys come from.
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
-# Mechanisms without joint choices of queries, besides all kernelised ones.
-_EACH_ALONE = ("hybrid", "local", "sparse", "linformer", "separable-linformer", "efficient")
 
 
 class ConvertedLayer(StateLayer):
@@ -84,7 +81,7 @@ class ConvertedLayer(StateLayer):
         full = length > 1 and not visible.is_causal
         out = self.advance(mechanism, q, k, v, **options)
         if full:  # a prompt whose tokens all see each other; what is generated after it sees all of it
-            own = None if each_query_alone(mechanism) else key_mask
+            own = None if mechanism.each_query_alone else key_mask
             out = mechanism(q, k, v, query_mask=own, **options)
         self.absorbed = absorbed(self.absorbed, past, key_mask)
         self.waiting = 0
@@ -140,21 +137,14 @@ def same_dtype(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return call.q.to(dtype), call.k.to(dtype), call.v.to(dtype)
 
 
-def each_query_alone(mechanism: Mechanism) -> bool:
-    """Whether no query changes what another one gets. The others must be told which are padding, and give 0 there;
-    these give what the model's own attention gives, wherever it is looked at."""
-    inner = mechanism.members if isinstance(mechanism, HeadGroups) else None
-    if inner is not None:
-        return all(each_query_alone(part) for part in inner if isinstance(part, Mechanism))
-    return mechanism.kernelised or mechanism.exact or mechanism.name in _EACH_ALONE
-
-
 def attend_seen(mechanism: Mechanism, seen: Seen, cross: bool) -> Tensor:
     """(B, Hq, L, E): a mechanism on what a call without a cache sees, also of several sequences in one row."""
     if seen.segments is not None:
         return _packed(mechanism, seen, cross)
+    # Mechanisms that choose for several queries at once must be told which are padding, and give 0 there; the others
+    # give what the model's own attention gives, wherever it is looked at.
     own = None
-    if not cross and seen.q.shape[2] == seen.k.shape[2] and not each_query_alone(mechanism):
+    if not cross and seen.q.shape[2] == seen.k.shape[2] and not mechanism.each_query_alone:
         own = seen.key_mask
     out: Tensor = mechanism(
         seen.q, seen.k, seen.v, is_causal=seen.is_causal, scale=seen.scale, key_mask=seen.key_mask, query_mask=own
@@ -267,7 +257,7 @@ class Converted:
             return layer
         if type(layer) is not DynamicLayer:
             raise ValueError(
-                f"{self.where} is converted to {mechanism.name!r}, whose cache is a state of constant size, and got a "
+                f"{self.where} is converted to {mechanism.name!r}, whose cache is a state, and got a "
                 f"{type(layer).__name__}; leave cache_implementation at its default"
             )
         if layer.get_seq_length():

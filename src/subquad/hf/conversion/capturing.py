@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import checks
+from ...nn.modes import evaluation_mode
 from ...nn.packing import run_packed
 from .attending import joined, unjoined
 from .interface import Attend, Call, LayerConfig, Seen, exact_config
@@ -158,14 +159,8 @@ def watching(modules: Iterable[nn.Module], show: Callable[[nn.Module, Call], Non
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout and gradients; each module is in its own mode again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(model), torch.no_grad():
+        yield
 
 
 def capture(
@@ -177,10 +172,10 @@ def capture(
     """Run `model` on `batches` and return what its attention layers saw, in the order of the layers.
 
     batches:    dicts of tensors as the model takes them (input_ids, attention_mask, pixel_values, ...), or tensors
-    layers:     numbers or names of the layers wanted; None = all that linear-time attention could stand in for
+    layers:     numbers or names of the layers wanted; None = all that a mechanism could stand in for
     max_tokens: stop after the batch that brings every layer to this many real tokens
 
-    The model is left as it was. A layer whose mask linear-time attention cannot express raises, naming the mask.
+    The model is left as it was. A layer whose mask no mechanism can express raises, naming the mask.
 
     >>> import torch
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)

@@ -22,7 +22,7 @@ from ...kernels import operator
 from ...mechanisms import Mechanism
 from ...mechanisms.softmax import Softmax
 from .attachment import attach, detach
-from .attending import attend_seen, each_query_alone
+from .attending import attend_seen
 from .capturing import evaluating, run, watching
 from .interface import Call
 from .layers import AttentionLayer
@@ -49,7 +49,6 @@ class _Look:
     cross: bool = False
     shape: tuple[int, int, int] | None = None
     obstacle: str = ""
-    worst: float = 0.0
     causal_known: bool = field(default=False)
 
     def result(self) -> AttentionLayer:
@@ -114,7 +113,6 @@ def _try(module: nn.Module, call: Call, look: _Look) -> Tensor | None:
     found = attend_seen(Softmax(call.q.shape[-1]), seen, look.cross).transpose(1, 2)
     mask = None if look.cross else seen.key_mask
     difference = _difference(_rows(found, mask), _rows(own, mask))
-    look.worst = max(look.worst, difference)
     if difference > _tolerance(call.v.dtype)[0]:
         look.obstacle = f"its attention differs by {difference:.2g} from softmax attention of its queries and keys"
         return mask
@@ -193,7 +191,7 @@ class StandIn(Mechanism):
         self.inner = Softmax(head_dim)
         self.cross = cross
         # Facts of the class elsewhere, here of what it stands for.
-        self.__dict__.update(recurrent=recurrent, kernelised=alone)
+        self.__dict__.update(recurrent=recurrent, each_query_alone=alone)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: operator.Call, *, is_causal: bool) -> Tensor:
         return self.inner._attend(q, k, v, call, is_causal=is_causal)
@@ -215,11 +213,11 @@ def _wrong(
 ) -> str:
     """What is not as it was with exact attention in the converted path of these layers, or ""."""
     attached = []
-    together = not all(each_query_alone(mechanism) for _, mechanism in chosen)
+    together = not all(mechanism.each_query_alone for _, mechanism in chosen)
     try:
         for layer, mechanism in chosen:
             assert layer.head_dim is not None
-            facts = (mechanism.recurrent, mechanism.cross, each_query_alone(mechanism))
+            facts = (mechanism.recurrent, mechanism.cross, mechanism.each_query_alone)
             attach(model, layer, StandIn(layer.head_dim, *facts).to(device_of(layer.module)))
             attached.append(layer)
         for trial, outputs in wanted:

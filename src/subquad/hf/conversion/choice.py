@@ -13,13 +13,12 @@ from typing import Any
 
 from ...features.calibration import Calibration
 from ...mechanisms import Mechanism
-from ...mechanisms.head_groups import HeadGroups
 from ...mechanisms.softmax import Softmax
 from ...nn.layer_mechanisms import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
 from .layers import AttentionLayer
 
-__all__ = ["Assignment", "assign", "by_name", "needs_calibration", "seen_as", "without"]
+__all__ = ["Assignment", "assign", "needs_calibration", "seen_as", "without"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,6 @@ class Assignment:
     mechanism: Mechanism | None
     reason: str = ""
     asked: bool = False
-
-
-def by_name(name: Any) -> Any:
-    """What `create` takes for a name: a mixture of mechanisms per head has one, but exists for conversion only."""
-    return HeadGroups if name == HeadGroups.name else name
 
 
 def seen_as(layer: AttentionLayer, sample: LayerSample | None) -> AttentionLayer:
@@ -77,7 +71,7 @@ def _build(choice: Any, layer: AttentionLayer, options: Mapping[str, Any], alone
     if isinstance(choice, Mapping):
         fixed = ("head_dim", "heads", "kv_heads")
         given = {**{k: v for k, v in choice.items() if k != "mechanism" and k not in fixed}, **given}
-        choice = by_name(choice.get("mechanism"))
+        choice = choice.get("mechanism")
     if not alone:
         given = per_layer(given, layer.index)
     try:

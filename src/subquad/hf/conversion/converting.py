@@ -1,4 +1,4 @@
-"""`convert`: give a model that exists linear-time attention, keep its weights, and say what that costs.
+"""`convert`: replace the attention of a pretrained model, keep its weights, and say what that costs.
 
 Everything is built, calibrated and measured first and put in place at the end, so that an error leaves the model as
 it was. What was done is written into config.json when the model is saved (attachment.py), and loading reads it.
@@ -174,8 +174,9 @@ def convert(
                  the choice is made, progress= called with (what, how many are done, of how many)
 
     The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
-    `load(folder)` brings it back. Decoders generate with a cache of constant size afterwards. Masks that linear-time
-    attention cannot express are refused by name, when the model is called with one.
+    `load(folder)` brings it back. Decoders generate with a state per converted layer in their cache afterwards, of
+    constant size where the mechanism's `constant_memory` is True. Masks that a mechanism cannot express are refused by
+    name, when the model is called with one.
 
     >>> import torch, subquad as sq
     >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(32, 4, batch_first=True), 2).eval()
@@ -202,11 +203,11 @@ def convert(
     from . import sentences
 
     assert length is not None
-    note = sentences.take_longer_texts(model, length)  # first: what is calibrated with may be as long
+    note = sentences.allow_longer_texts(model, length)  # first: what is calibrated with may be as long
     try:
         model, report = _convert(model, *given)
     except BaseException:
-        sentences.take_learned_lengths(model)
+        sentences.restore_length(model)
         raise
     return model, replace(report, notes=(*report.notes, note))
 
@@ -299,7 +300,7 @@ def _far_is_worse(row: LayerReport) -> bool:
 
 def _window_alone(assignment: Assignment) -> Assignment:
     one: Any = assignment.mechanism
-    near = create("local", one.head_dim, one.heads, window=one.window, global_tokens=one.sinks)
+    near = create("local", one.head_dim, one.heads, one.kv_heads, window=one.window, global_tokens=one.sinks)
     _move(near, assignment.layer.module)
     return replace(assignment, mechanism=near)
 
@@ -376,8 +377,7 @@ def revert(model: Model) -> Model:
         detach(model, layer)
     forget(model)
     if _is_sentence_encoder(model):
-        from .sentences import mark_exact, take_learned_lengths
+        from .sentences import restore_length
 
-        take_learned_lengths(model)
-        mark_exact(model)
+        restore_length(model)
     return model

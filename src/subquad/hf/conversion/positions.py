@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["InterpolatedEmbedding", "interpolate_positions", "learned_positions", "take_learned_positions"]
+__all__ = ["InterpolatedEmbedding", "interpolate_positions", "learned_positions", "restore_positions"]
 
 # What models call their tables of learned positions.
 _TABLES = ("position_embeddings", "wpe", "embed_positions")
@@ -84,7 +84,7 @@ def interpolate_positions(model: nn.Module, length: int) -> InterpolatedEmbeddin
     return table
 
 
-def take_learned_positions(model: nn.Module) -> InterpolatedEmbedding | None:
+def restore_positions(model: nn.Module) -> InterpolatedEmbedding | None:
     """Undo `interpolate_positions`; returns the table, None where there is none."""
     table = next((m for m in model.modules() if isinstance(m, InterpolatedEmbedding)), None)
     if table is not None:

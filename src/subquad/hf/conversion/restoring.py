@@ -26,7 +26,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...mechanisms import Mechanism, create
 from ..models.loading import settle
 from .attachment import NOTE, VERSION, attach, base_of, forget, inner_configs, noted
-from .choice import by_name
 from .interface import mechanism_of
 from .layers import find_layers
 
@@ -44,7 +43,7 @@ def rebuild(config: dict[str, Any]) -> Mechanism:
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return create(by_name(config.get("mechanism")), **{k: v for k, v in config.items() if k != "mechanism"})
+            return create(str(config.get("mechanism")), **{k: v for k, v in config.items() if k != "mechanism"})
     finally:
         torch.set_default_dtype(before)
 

@@ -12,15 +12,14 @@ import torch
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
-from .positions import InterpolatedEmbedding, interpolate_positions, take_learned_positions
+from .positions import InterpolatedEmbedding, interpolate_positions, restore_positions
 
 __all__ = [
     "ConvertedTransformer",
-    "is_transformer",
+    "allow_longer_texts",
     "mark_converted",
     "mark_exact",
-    "take_learned_lengths",
-    "take_longer_texts",
+    "restore_length",
 ]
 
 
@@ -46,11 +45,6 @@ class ConvertedTransformer(Transformer):
         return out
 
 
-def is_transformer(module: nn.Module) -> bool:
-    """Whether this is sentence-transformers' module around a transformers model."""
-    return isinstance(module, Transformer)
-
-
 def mark_converted(model: nn.Module) -> None:
     """Let every such module of `model` be saved as a converted one."""
     for module in model.modules():
@@ -65,7 +59,7 @@ def mark_exact(model: nn.Module) -> None:
             module.__class__ = Transformer
 
 
-def take_longer_texts(model: Any, length: int) -> str:
+def allow_longer_texts(model: Any, length: int) -> str:
     """Let `encode` take texts of up to `length` tokens, positions interpolated; returns what was done."""
     table = None
     for module in model.modules():
@@ -80,10 +74,10 @@ def take_longer_texts(model: Any, length: int) -> str:
     return f"texts of up to {length} tokens are taken; beyond {table.num_embeddings}, positions are interpolated"
 
 
-def take_learned_lengths(model: Any) -> None:
-    """Undo `take_longer_texts`, if it was done."""
+def restore_length(model: Any) -> None:
+    """Undo `allow_longer_texts`, if it was done."""
     for module in model.modules():
-        table = take_learned_positions(module.model) if isinstance(module, Transformer) else None
+        table = restore_positions(module.model) if isinstance(module, Transformer) else None
         if table is not None:
             module.max_seq_length = model.max_seq_length = table.former_length or table.num_embeddings
     mark_exact(model)

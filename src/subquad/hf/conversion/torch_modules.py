@@ -51,7 +51,7 @@ def _batched(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return x if module.batch_first else x.transpose(0, 1)
 
 
-def _hidden(mask: Tensor) -> Tensor:
+def _shown(mask: Tensor) -> Tensor:
     """torch's masks (True or -inf = hidden) as ours (True = visible)."""
     return ~mask if mask.dtype == torch.bool else mask
 
@@ -63,13 +63,13 @@ def _visible(
     length, keys = q.shape[2], k.shape[2]
     visible = Visible(False, None)
     if mask is not None:
-        shown = _hidden(mask)
+        shown = _shown(mask)
         shown = shown[None, None] if shown.dim() == 2 else shown.unflatten(0, (-1, module.num_heads))
         visible = visible_keys(shown, length, keys, False, where)
     key_mask = None if visible.key_mask is None else visible.key_mask.expand(q.shape[0], keys)
     if padding is not None:
         padding = padding if padding.dim() == 2 else padding.unsqueeze(0)
-        real = visible_keys(_hidden(padding)[:, None, None, :], 1, keys, False, where).key_mask
+        real = visible_keys(_shown(padding)[:, None, None, :], 1, keys, False, where).key_mask
         if real is not None:
             key_mask = real if key_mask is None else key_mask & real
     return visible._replace(key_mask=key_mask)

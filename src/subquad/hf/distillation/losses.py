@@ -1,6 +1,6 @@
 """What a student learns from in distillation: the attention of its teacher, layer by layer, and the whole teacher.
 
-What the teacher gave is kept between steps as far as memory allows (`memory.py`): it does not change.
+What the teacher gave is kept between steps as far as memory allows (`teacher_cache.py`): it does not change.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def trainable_buffers(model: nn.Module) -> Iterator[None]:
             parameter = owner._parameters.pop(name)
             assert parameter is not None
             owner.register_buffer(name, parameter.detach().clone())
+            if isinstance(owner, Calibration):
+                owner.refresh()
 
 
 def attention_tensors(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""The causal language model: `nn.TransformerDecoder` with transformers' `generate`, on a cache of constant size."""
+"""The causal language model: `nn.TransformerDecoder` with transformers' `generate`, on a cache of states."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def _check_prompt(prompt: Any, mask: Any) -> None:
 class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     """Token ids (B, L) -> logits (B, L, vocab) of the next token; the config's kind is decoder.
 
-    `generate` keeps one state per layer (`StateCache`): time and memory per token do not depend on the context, except
-    with softmax. Mechanisms that cannot scan generate too, by running over the whole text at every step.
+    `generate` keeps one state per layer (`StateCache`), of a size that does not depend on the context where the
+    mechanism's `constant_memory` is True. Mechanisms that cannot scan generate too, by running over the whole text at
+    every step.
 
     >>> import torch
     >>> config = SubquadConfig(layers=2, heads=2, dim=16, vocab=256, mechanism="performer", seed=0)

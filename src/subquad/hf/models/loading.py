@@ -64,7 +64,7 @@ def settle(model: nn.Module) -> None:
         if isinstance(module, Projection):
             module.draw_key()
         if isinstance(module, Calibration):
-            module._look()
+            module.refresh()
 
 
 def _is_head(name: str, prefix: str) -> bool:

@@ -41,9 +41,7 @@ def check_rest(rest: dict[str, Any]) -> None:
         if value is None or name in _IGNORED or (name == "output_attentions" and value is False):
             continue
         if name == "output_attentions":
-            raise ValueError(
-                "output_attentions=True is not possible: linear-time attention never forms the (L, S) weights"
-            )
+            raise ValueError("output_attentions=True is not possible: mechanisms need not form the (L, S) weights")
         if name == "position_ids":
             raise ValueError(
                 "position_ids is not taken: a position is the number of real tokens before a token, which follows "
@@ -229,8 +227,8 @@ class SubquadModel(SubquadPreTrainedModel):
             return None
         if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
             raise ValueError(
-                f"attention_mask must have shape (batch, length), got {checks.describe_shape(attention_mask)}: masks "
-                "of the (L, S) scores do not exist in linear-time attention"
+                f"attention_mask must have shape (batch, length), got {checks.describe_shape(attention_mask)}: "
+                "mechanisms need not form the (L, S) scores that another mask would be for"
             )
         if tuple(attention_mask.shape) not in ((batch, past + length), (batch, length)):
             raise ValueError(

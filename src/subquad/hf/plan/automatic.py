@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from ... import checks
 from ...mechanisms import Mechanism
+from ...state import state_bytes
 from ..conversion.attachment import attach, detach
 from ..conversion.capturing import capture, evaluating, run
 from ..conversion.layers import AttentionLayer
@@ -220,10 +221,17 @@ def _cache_bytes(plan: LayerPlan, mechanisms: Mapping[int, Mechanism | None], le
         if mechanism is None or not mechanism.recurrent:
             ours += keys
             continue
-        q, k = torch.zeros(1, heads, 256, head_dim), torch.zeros(1, kv_heads, 256, head_dim)
-        state = mechanism.to("cpu").scan(q, k, k)[1]
-        ours += sum(x.nbytes for x in pytree.tree_leaves(state) if isinstance(x, Tensor))
+        mechanism = mechanism.to("cpu")
+        short, long = (state_bytes(_state_after(mechanism, head_dim, heads, kv_heads, n)) for n in (1024, 2048))
+        # A state of fixed size, or one that grows by every token.
+        ours += long + max(long - short, 0) * (length - 2048) // 1024
     return exact, ours
+
+
+def _state_after(mechanism: Mechanism, head_dim: int, heads: int, kv_heads: int, tokens: int) -> Any:
+    q, k = torch.zeros(1, heads, tokens, head_dim), torch.zeros(1, kv_heads, tokens, head_dim)
+    with torch.no_grad():
+        return mechanism.scan(q, k, k)[1]
 
 
 def _verdict(
@@ -269,7 +277,7 @@ def choose(
         if number is not None:
             checks.check_positive(argument, number)
     held = list(batches[3::4]) or list(in_two(batches)[1])
-    lessons = [b for b in batches if not any(b is one for one in held)] or list(batches)
+    survey_batches = [b for b in batches if not any(b is one for one in held)] or list(batches)
     open_layers = [layer.index for layer in found if not layer.obstacle]
     if not open_layers:
         reasons = "; ".join(dict.fromkeys(layer.obstacle for layer in found[:4]))
@@ -280,7 +288,7 @@ def choose(
     kept = Kept(resume, model, batches, asked)
     tell = progress if progress is not None else _silent
     survey = survey_layers(
-        model, lessons, found=found, layers=open_layers, candidates=options, length=longest, lengths=LENGTHS,
+        model, survey_batches, found=found, layers=open_layers, candidates=options, length=longest, lengths=LENGTHS,
         draws=draws, seed=seed, kept=kept, progress=tell,
     )  # fmt: skip
     layers = {layer.index: layer for layer in found}
@@ -355,7 +363,7 @@ def _times(
     proportion to the length; at the length of the held-out batch, which is returned as well, those of the whole model.
     """
     first = held[0]
-    tensor = next(iter(first.values())) if isinstance(first, Mapping) else first
+    tensor = next(x for x in pytree.tree_leaves(first) if isinstance(x, Tensor))
     rows, tokens = int(tensor.shape[0]), _longest(model, [first], plan.choices[0].layer)
     exact_best = best = math.inf
     made = plan.mechanisms()

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ... import checks
 from ...mechanisms import MECHANISMS, create
+from ...planning.candidates import SDERF as SDERF_OPTIONS
 
 __all__ = [
     "EXACT", "SDERF", "automatic_candidates", "checked_candidates", "default_candidates", "seeded", "with_causal_form",
 ]  # fmt: skip
 
-CLUSTERED = ("clustered", "improved-clustered")
 EXACT: dict[str, Any] = {"mechanism": "softmax"}
+SDERF: dict[str, Any] = {"mechanism": "performer", **SDERF_OPTIONS}
 # What `convert` chooses from when no mechanism is named, in this order; those without a causal form are left out of
 # causal layers, windows out of cross attention.
-SDERF: dict[str, Any] = {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True}
 AUTOMATIC: tuple[dict[str, Any], ...] = (
     EXACT,
     {"mechanism": "local", "window": 32, "global_tokens": 4},
@@ -34,12 +35,12 @@ AUTOMATIC: tuple[dict[str, Any], ...] = (
 
 
 def automatic_candidates() -> list[dict[str, Any]]:
-    """`AUTOMATIC`, as far as these mechanisms are there.
+    """A copy of `AUTOMATIC`.
 
     >>> automatic_candidates()[0]
     {'mechanism': 'softmax'}
     """
-    return [dict(one) for one in AUTOMATIC if one["mechanism"] in MECHANISMS]
+    return [dict(one) for one in AUTOMATIC]
 
 
 def checked_candidates(given: Sequence[Any]) -> list[dict[str, Any]]:
@@ -55,6 +56,7 @@ def checked_candidates(given: Sequence[Any]) -> list[dict[str, Any]]:
             )
         if "mechanism" not in one:
             raise ValueError(f"candidates[{number}]={dict(one)!r} must name its mechanism")
+        checks.check_option(f"candidates[{number}]['mechanism']", one["mechanism"], MECHANISMS)
     return [dict(one) for one in given]
 
 
@@ -76,10 +78,7 @@ def default_candidates(
     ['taylor', 'performer', 'improved-clustered', 'local', 'hybrid', 'hybrid']
     """
     degree1: dict[str, Any] = {"mechanism": "taylor", "degree": 1, "center": True}
-    rich: list[dict[str, Any]] = [
-        {"mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": m}
-        for m in features
-    ]
+    rich: list[dict[str, Any]] = [{**SDERF, "num_features": m} for m in features]
     found = [degree1, *rich]
     if clusters:
         # K-means on the queries themselves: the bits of their signs lose what sharp heads tell them apart by.
@@ -95,7 +94,7 @@ def seeded(options: Mapping[str, Any], seed: int, layer: int, number: int) -> di
     found = dict(options)
     if isinstance(found.get("far"), Mapping):
         found["far"] = seeded(found["far"], seed, layer, number)
-    if found.get("mechanism") in ("performer", "multipole", *CLUSTERED):
+    if "seed" in MECHANISMS[found["mechanism"]].options():
         found.setdefault("seed", (seed * 1009 + layer) * 101 + number)
     if found.get("mechanism") == "performer":
         found.setdefault("per_head", True)

@@ -26,7 +26,7 @@ from ... import checks
 from ...mechanisms import Mechanism
 from ...mechanisms.head_groups import HeadGroups
 from ..conversion.report import in_brief
-from .candidates import seeded
+from .candidates import checked_candidates, seeded
 from .search import search
 from .statistics import LayerStatistics
 from .survey import Survey, drawn_matrix, survey_layers
@@ -177,7 +177,7 @@ def plan_layers(
             raise ValueError(f"{argument} must be a positive number, got {value!r}")
     for argument, number in (("max_groups", max_groups), ("length", length), ("draws", draws)):
         checks.check_positive(argument, number)
-    options = None if candidates is None else [dict(c) for c in candidates]
+    options = None if candidates is None else checked_candidates(list(candidates))
     found = survey_layers(
         model, batches, layers=layers, candidates=options, length=length, lengths=lengths, balance=balance, draws=draws,
         seed=seed,

@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...features.calibration import Calibration
-from ...features.random import ExponentialFeatures
 from ...mechanisms import Mechanism
-from ...mechanisms.head_groups import HeadGroups
 from ..conversion.capturing import LayerSample, capture
 
 __all__ = ["LayerStatistics", "calibrate_layers", "gather"]
@@ -107,21 +105,7 @@ class LayerStatistics:
 
     def calibrate(self, mechanism: Mechanism) -> Mechanism:
         """Give a mechanism for this layer these statistics instead of batches; returns it."""
-        if isinstance(mechanism, HeadGroups):
-            mechanism.use_statistics(self.calibration)
-            return mechanism
-        stats = self.calibration
-        for module in mechanism.modules():
-            if isinstance(module, Calibration):
-                if module.heads != stats.heads:
-                    raise ValueError(
-                        f"layer {self.layer} was calibrated with {stats.heads} KV heads, {mechanism.name!r} has "
-                        f"{module.heads}; make it with heads= and kv_heads= of the layer"
-                    )
-                module.assign(stats.query_mean, stats.key_mean, stats.query_cov, stats.key_cov, stats.counts)
-        for module in mechanism.modules():
-            if isinstance(module, ExponentialFeatures):
-                module.use_statistics()
+        mechanism.use_statistics(self.calibration)
         return mechanism
 
     def as_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...features.seeded import Projection
-from ...mechanisms import create
+from ...mechanisms import MECHANISMS, create
 from ...mechanisms.head_groups import HeadGroups
 from ...mechanisms.softmax import Softmax
 from ...planning.baselines import uniform_attention
@@ -157,7 +157,7 @@ def survey_layers(
         if causal:
             choices = with_causal_form(choices, shape, layer.name)
         if cross:
-            choices = [c for c in choices if c["mechanism"] not in ("local", "hybrid")]
+            choices = [c for c in choices if MECHANISMS[c["mechanism"]].cross]
         shapes[layer.index] = shape
         if progress is not None:
             progress(f"layer {layer.index}: {len(choices)} candidates", len(tables), len(seen))
@@ -221,7 +221,7 @@ def _times(
     made = []
     for c in choices:
         options = seeded(c, 0, 0, 0)
-        made.append(create(options.pop("mechanism"), head_dim, heads, **options))
-    *costs, exact = attention_costs([*made, Softmax(head_dim)], heads=heads, is_causal=causal)
+        made.append(create(options.pop("mechanism"), *shape, **options))
+    *costs, exact = attention_costs([*made, Softmax(head_dim)], heads=heads, kv_heads=kv_heads, is_causal=causal)
     table = torch.tensor([[cost.at(n).seconds / kv_heads for n in lengths] for cost in costs], dtype=torch.float64)
     return table, [exact.at(n).seconds for n in lengths]

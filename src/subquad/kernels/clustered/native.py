@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..kmeans import SAMPLE
+from ..native.calls import NO_MASK
 from ..native.library import StridedTensor
-from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
+from ..native.stateless import Mask, NativeBackend, Operator, write_mask
 from ..operator import Call
 from .definition import Choices, Spec
 
@@ -35,9 +36,9 @@ class Clustered(ctypes.Structure):
     ]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, whole: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
     """out, and the choices: clusters (B, Hq, L), keys of T (B, Hq, C, chosen)."""
-    clusters, _, _, _, topk, size = whole
+    clusters, _, _, _, topk, size = ints
     chosen = min(topk, -(-k.shape[2] // size) * size)
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=v.device)
     assigned = torch.empty(q.shape[:3], dtype=torch.int32, device=v.device)
@@ -46,10 +47,10 @@ def _results(q: Tensor, k: Tensor, v: Tensor, whole: list[int], keep: bool) -> l
 
 
 def _fill(
-    call: Any, masks: list[Tensor], draw: list[Tensor], whole: list[int], real: list[float], results: list[Tensor]
+    call: Any, masks: list[Tensor], draw: list[Tensor], ints: list[int], floats: list[float], results: list[Tensor]
 ) -> None:
-    call.clusters, call.iterations, call.sample, call.bits, call.topk, call.group_size = whole
-    call.chosen, (call.scale,) = results[2].shape[3], real
+    call.clusters, call.iterations, call.sample, call.bits, call.topk, call.group_size = ints
+    call.chosen, (call.scale,) = results[2].shape[3], floats
     call.given = call.dout.data is not None  # a backward takes the choices of its forward
     write_mask(call.key_mask, masks[0])
     write_mask(call.query_mask, masks[1])
@@ -61,10 +62,10 @@ _operator = Operator("clustered", Clustered, _results, _fill)
 
 
 def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
-    masks = [EMPTY_MASK if x is None else x for x in (call.key_mask, call.query_mask)]
+    masks = [NO_MASK if x is None else x for x in (call.key_mask, call.query_mask)]
     bits = spec.draw.rows if spec.clustering == "hamming" else 0
-    whole = [spec.clusters, spec.iterations, SAMPLE * spec.clusters, bits, spec.topk, spec.group_size]
-    return masks, [spec.draw.starts, spec.draw.matrix], whole, [call.scale]
+    ints = [spec.clusters, spec.iterations, SAMPLE * spec.clusters, bits, spec.topk, spec.group_size]
+    return masks, [spec.draw.starts, spec.draw.matrix], ints, [call.scale]
 
 
 def choose(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:

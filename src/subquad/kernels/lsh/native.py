@@ -34,18 +34,23 @@ class Lsh(ctypes.Structure):
     ]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, whole: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
     """out, and the log normaliser (B, Hq, L)."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32 if keep else v.dtype, device=v.device)
     return [out, torch.empty(q.shape[:3], dtype=torch.float32, device=v.device)]
 
 
 def _fill(
-    call: Any, chunks: list[Tensor], shared: list[Tensor], whole: list[int], real: list[float], results: list[Tensor]
+    call: Any,
+    chunks: list[Tensor],
+    shared: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    results: list[Tensor],
 ) -> None:
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in chunks)
-    call.rounds, call.chunks, call.causal, call.own = whole
-    (call.scale,) = real
+    call.rounds, call.chunks, call.causal, call.own = ints
+    (call.scale,) = floats
     call.query_chunk, call.key_chunk = (x.data_ptr() for x in chunks)
     call.log_norm = results[1].data_ptr()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...features.precision import compute_dtype
 from ..checkpointing import Carry, scan_chunks, tracing
 from ..operator import Backend, Call
+from ..padding import real_keys
 from .definition import (
     Choices,
     Inspection,
@@ -77,7 +78,7 @@ def _gathered(
 
 def cluster(spec: Spec, call: Call, k: Tensor) -> Choices:
     """Clusters of the complete chunks of keys k (B, H, S, D); those of `spec.known` stay as they are."""
-    mask = call.real(k)
+    mask = real_keys(k, call.key_mask)
     order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
     return cluster_keys(spec, take(k.detach(), order), mask)
 
@@ -85,7 +86,7 @@ def cluster(spec: Spec, call: Call, k: Tensor) -> Choices:
 def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspection:
     """Expected errors and numbers of exact keys of every query; all queries at once."""
     out = Chunked().attend(spec, call, q, k, v).to(torch.float32)
-    mask = call.real(k)
+    mask = real_keys(k, call.key_mask)
     order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
     keys, values = (take(x.to(torch.float32), order) for x in (k, v))
     q = call.scale * q.to(torch.float32)
@@ -117,7 +118,7 @@ class Chunked(Backend[Spec]):
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in the dtype that is computed in."""
-        dtype, mask = compute_dtype(q), call.real(k)
+        dtype, mask = compute_dtype(q), real_keys(k, call.key_mask)
         order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
         q, ranked, ranked_values = call.scale * q.to(dtype), take(k.to(dtype), order), take(v.to(dtype), order)
         choices = cluster_keys(spec, ranked, mask)

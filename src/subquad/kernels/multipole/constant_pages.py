@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..native.calls import NO_MASK
 from ..native.library import check_status
-from ..native.stateless import EMPTY_MASK
+from ..native.stateless import empty_floats, zero_floats
 from ..operator import Call
 from .constant import Bounded, Far, Memory, empty
 from .definition import Choices, Spec
@@ -55,17 +56,17 @@ class ConstantPages(Pages):
     def _write(self, what: str, far: Far, statistics: Tensor, rows: list[int]) -> Tensor:
         """Statistics, written: of `far` as it is ("summarise"), or after the tails of `rows` have joined ("absorb")."""
         assert self.bounded is not None and self.far is not None
-        none = torch.empty(len(self.held), self.heads, 0, 1)
+        none = empty_floats(len(self.held), self.heads, 0, 1)
         call = Constant()
-        call.pages, alive = self._call(self.spec, none, none, none, EMPTY_MASK)
+        call.pages, alive = self._call(self.spec, none, none, none, NO_MASK)
         call.sinks, call.limit, call.clusters = self.bounded.sinks, self.bounded.limit, self.bounded.spec.clusters
         for field, clusters in ((call.before, self.far), (call.after, far)):
             field.size, field.mean, field.variance, field.mean_value = (x.data_ptr() for x in clusters)
         jobs = (ctypes.c_int64 * len(rows))(*rows)
         call.pages.jobs, call.pages.rows = len(rows), ctypes.addressof(jobs)
         if not statistics.numel():
-            floats = loaded().subquad_multipole_statistics(ctypes.byref(call.pages))
-            statistics = torch.zeros(len(self.held), self.heads, floats)
+            size = loaded().subquad_multipole_statistics(ctypes.byref(call.pages))
+            statistics = zero_floats(len(self.held), self.heads, size)
         call.pages.statistics = statistics.data_ptr()
         check_status(getattr(loaded(), f"subquad_multipole_{what}")(ctypes.byref(call)))
         del alive
@@ -101,11 +102,11 @@ def begin_constant(bounded: Bounded, call: Call, k: Tensor, v: Tensor, memory: M
         tail.filled = held
     made = ConstantPages(
         *(layout, call.scale, spec.starts().to(torch.int32), heads, dim, width, torch.float32),
-        *(_store(torch.empty(0)), chunks, tail, held),
+        *(_store(empty_floats(0)), chunks, tail, held),
         bounded=bounded,
         far=far,
     )
-    return replace(made, store=_store(made._write("summarise", far, torch.empty(0), [])))
+    return replace(made, store=_store(made._write("summarise", far, empty_floats(0), [])))
 
 
 def _store(statistics: Tensor) -> Store:

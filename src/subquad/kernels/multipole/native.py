@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..native.calls import NO_MASK
 from ..native.library import StridedTensor, check_status
-from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
+from ..native.stateless import Mask, NativeBackend, Operator, write_mask
 from ..operator import Call
 from .definition import Choices, Inspection, Spec
 
@@ -72,24 +73,24 @@ class Constant(ctypes.Structure):
 
 
 def options_of(spec: Spec, scale: float) -> tuple[list[int], list[float]]:
-    """The integers and the floats of a call."""
+    """The ints and the floats of a call."""
     most = -1 if spec.exact_keys is None else spec.exact_keys
     error = -1.0 if spec.error is None else spec.error
-    whole = [spec.chunk, spec.clusters, spec.largest, spec.iterations, most, spec.past, int(spec.causal)]
-    return whole, [error, spec.cap, spec.radius, scale]
+    ints = [spec.chunk, spec.clusters, spec.largest, spec.iterations, most, spec.past, int(spec.causal)]
+    return ints, [error, spec.cap, spec.radius, scale]
 
 
-def write_options(call: Any, mask: Tensor, starts: Tensor, whole: list[int], real: list[float]) -> None:
+def write_options(call: Any, mask: Tensor, starts: Tensor, ints: list[int], floats: list[float]) -> None:
     """Key mask (B, S) or empty, ranks (clusters,) int32 that k-means starts from, and `options_of`."""
-    call.chunk, call.clusters, call.largest, call.iterations, call.exact_keys, call.past, call.causal = whole
-    call.error, call.cap, call.radius, call.scale = real
+    call.chunk, call.clusters, call.largest, call.iterations, call.exact_keys, call.past, call.causal = ints
+    call.error, call.cap, call.radius, call.scale = floats
     write_mask(call.key_mask, mask)
     call.starts = starts.data_ptr()
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, whole: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
     """out, the log normaliser (B, Hq, L) or empty, order (B, H, n, chunk) and sizes (B, H, n, slots), see `Choices`."""
-    chunk, clusters, largest = whole[:3]
+    chunk, clusters, largest = ints[:3]
     chunks, slots = k.shape[2] // chunk, clusters + chunk // largest
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32 if keep else v.dtype, device=v.device)
     norm = torch.empty(q.shape[:3] if keep else (0,), dtype=torch.float32, device=v.device)
@@ -98,12 +99,17 @@ def _results(q: Tensor, k: Tensor, v: Tensor, whole: list[int], keep: bool) -> l
 
 
 def _fill(
-    call: Any, batched: list[Tensor], shared: list[Tensor], whole: list[int], real: list[float], results: list[Tensor]
+    call: Any,
+    batched: list[Tensor],
+    shared: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    results: list[Tensor],
 ) -> None:
     """batched: the mask, and if known order and sizes of the first chunks, or of all and the selection among them."""
     mask, *known = batched
     _, norm, order, sizes = results
-    write_options(call, mask, shared[0], whole, real)
+    write_options(call, mask, shared[0], ints, floats)
     if call.dout.data is None:  # a backward takes the clusters of its forward
         for x, old in zip((order, sizes), known, strict=False):
             x[:, :, : old.shape[2]] = old
@@ -135,8 +141,8 @@ def loaded() -> Any:
 
 
 def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
-    """Batched and shared tensors, integers and floats as the operator takes them."""
-    mask = EMPTY_MASK if call.key_mask is None else call.key_mask
+    """Batched and shared tensors, ints and floats as the operator takes them."""
+    mask = NO_MASK if call.key_mask is None else call.key_mask
     known = [] if spec.known is None else [x.contiguous() for x in spec.known if x is not None]
     return [mask, *known], [spec.starts().to(torch.int32)], *options_of(spec, call.scale)
 
@@ -146,7 +152,7 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
     given = _arguments(spec._replace(known=None), call)
     results = _results(q, k, v, given[2], False)
     made = _operator.structure((q, k, v), *given, results)
-    estimate = torch.zeros((*q.shape[:3], 2))
+    estimate = torch.zeros((*q.shape[:3], 2), dtype=torch.float32)
     keys = torch.zeros(q.shape[:3], dtype=torch.int32)
     made.estimate, made.exact = estimate.data_ptr(), keys.data_ptr()
     check_status(loaded().subquad_multipole_forward(ctypes.byref(made)))

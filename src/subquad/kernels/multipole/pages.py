@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..native.calls import NO_MASK
 from ..native.library import check_status
-from ..native.stateless import EMPTY_MASK, write_shape, write_tensors
+from ..native.stateless import empty_floats, write_shape, write_tensors, zero_floats
 from ..operator import Call
 from .definition import Choices, Spec
 from .native import MultipolePages, loaded, options_of, write_options
@@ -57,8 +58,8 @@ class Tail:
     def __init__(self, shape: tuple[int, int], capacity: int, widths: tuple[int, int, int], panel: int) -> None:
         dim, ldk, lde = widths
         self.capacity, self.filled = capacity, (0,) * shape[0]
-        self.keys, self.values = torch.empty(*shape, capacity, ldk), torch.empty(*shape, capacity, lde)
-        self.panels = torch.empty(*shape, -(-capacity // panel) * panel * dim)
+        self.keys, self.values = empty_floats(*shape, capacity, ldk), empty_floats(*shape, capacity, lde)
+        self.panels = empty_floats(*shape, -(-capacity // panel) * panel * dim)
 
     def arrays(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.keys, self.panels, self.values
@@ -100,7 +101,7 @@ class Pages:
         """Real keys of each row."""
         return [n * self.spec.chunk + m for n, m in zip(self.chunks, self.held, strict=True)]
 
-    def holds(self) -> Tensor:
+    def example(self) -> Tensor:
         """An empty tensor (B, H, 0, E) of the dtype of the keys."""
         return torch.empty(len(self.held), self.heads, 0, self.width, dtype=self.dtype)
 
@@ -156,7 +157,7 @@ class Pages:
                 k[:, :, :0] if q is None else q[:, :, start:end],
                 k[:, :, start:end],
                 v[:, :, start:end],
-                EMPTY_MASK if here is None else here,
+                NO_MASK if here is None else here,
             )
             if out is not None:
                 write_tensors(call.call, out=out[:, :, start:end])
@@ -171,7 +172,7 @@ class Pages:
         seen = self._paged(full)
         none = torch.empty(q.shape[0], self.heads, 0, max(self.dim, self.width), dtype=self.dtype)
         out = torch.empty((*q.shape[:3], self.width), dtype=self.dtype)
-        call, alive = seen._call(self.spec._replace(causal=False), q, none, none, EMPTY_MASK)
+        call, alive = seen._call(self.spec._replace(causal=False), q, none, none, NO_MASK)
         write_tensors(call.call, out=out)
         check_status(loaded().subquad_multipole_step(ctypes.byref(call)))
         del alive
@@ -217,8 +218,8 @@ class Pages:
         spec, heads, lanes = self.spec, self.heads, _lanes()
         order = torch.empty(len(rows), heads, spec.chunk, dtype=torch.int32)
         sizes = torch.zeros(len(rows), heads, spec.slots, dtype=torch.int32)
-        none = torch.empty(len(self.held), heads, 0, 1)
-        call, alive = self._call(spec, none, none, none, EMPTY_MASK)
+        none = empty_floats(len(self.held), heads, 0, 1)
+        call, alive = self._call(spec, none, none, none, NO_MASK)
         jobs = (ctypes.c_int64 * len(rows))(*rows)
         call.jobs, call.rows = len(rows), ctypes.addressof(jobs)
         call.call.order, call.call.sizes = order.data_ptr(), sizes.data_ptr()
@@ -233,7 +234,7 @@ class Pages:
         keys = (keys + 15) // 16 * 16  # (jobs, H)
         ends = (keys + spec.chunk * width).cumsum(-1)
         first = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
-        memory = [torch.empty(int(n)) for n in ends[:, -1]]
+        memory = [empty_floats(int(n)) for n in ends[:, -1]]
         places = torch.tensor([x.data_ptr() for x in memory])[:, None] + 4 * first
         call.memory, call.values = places.data_ptr(), keys.data_ptr()
         made = [
@@ -261,8 +262,8 @@ class Pages:
         capacity = old.capacity if most <= old.capacity else 2 * old.capacity
         grown = MultipolePages.from_buffer_copy(call)
         grown.capacity = capacity
-        floats = loaded().subquad_multipole_statistics(ctypes.byref(grown))
-        statistics = torch.zeros(*old.statistics.shape[:2], floats)
+        size = loaded().subquad_multipole_statistics(ctypes.byref(grown))
+        statistics = zero_floats(*old.statistics.shape[:2], size)
         grown.statistics = statistics.data_ptr()
         check_status(loaded().subquad_multipole_grow(ctypes.byref(call), ctypes.byref(grown)))
         for b, page in zip(rows, made, strict=True):
@@ -275,7 +276,7 @@ class Pages:
         """Keys (H, chunk, D) and values (H, chunk, E) of a page in order of rank."""
         lanes, chunk = _lanes(), self.spec.chunk
         width = -(-self.width // lanes) * lanes
-        keys, values = torch.empty(self.heads, chunk, self.dim), torch.empty(self.heads, chunk, self.width)
+        keys, values = empty_floats(self.heads, chunk, self.dim), empty_floats(self.heads, chunk, self.width)
         padded = (page.sizes.long() + lanes - 1) // lanes * lanes
         for h in range(self.heads):
             total = int(padded[h].sum())
@@ -294,7 +295,7 @@ class Pages:
         """k, v, mask, order, sizes as `MultipoleState` has them: everything is copied."""
         spec, batch, mask = self.spec, len(self.held), self.real()
         n = self.tokens // spec.chunk
-        k, v = (torch.zeros(batch, self.heads, self.tokens, w) for w in (self.dim, self.width))
+        k, v = (zero_floats(batch, self.heads, self.tokens, w) for w in (self.dim, self.width))
         order, sizes = (torch.zeros(batch, self.heads, n, w, dtype=torch.int32) for w in (spec.chunk, spec.slots))
         for b, (chunks, held) in enumerate(zip(self.chunks, self.held, strict=True)):
             parts = [self._page_rows(page) for page in self.store.pages[b][:chunks]]
@@ -332,7 +333,7 @@ def fill_tail(tail: Tail, b: int, held: int, keys: Tensor, values: Tensor) -> No
     tail.keys[b], tail.values[b] = 0, 0
     tail.keys[b, :, :held, :dim], tail.values[b, :, :held, : values.shape[-1]] = keys[:, :held], values[:, :held]
     whole = -(-tail.capacity // lanes) * lanes
-    padded = torch.zeros(keys.shape[0], whole, dim)
+    padded = zero_floats(keys.shape[0], whole, dim)
     padded[:, :held] = keys[:, :held]
     tail.panels[b] = padded.view(keys.shape[0], -1, lanes, dim).mT.reshape(keys.shape[0], -1)
 
@@ -359,11 +360,11 @@ def begin(spec: Spec, call: Call, k: Tensor, v: Tensor) -> Pages:
             dim,
             width,
             v.dtype,
-            Store(torch.zeros(0), 4, [[] for _ in range(batch)]),
+            Store(empty_floats(0), 4, [[] for _ in range(batch)]),
         ),
         *((0,) * batch, tail, (0,) * batch),
     )
-    size, alive = made._call(spec, k[:, :, :0], k[:, :, :0], v[:, :, :0], EMPTY_MASK)
-    made.store.statistics = torch.zeros(batch, heads, loaded().subquad_multipole_statistics(ctypes.byref(size)))
+    size, alive = made._call(spec, k[:, :, :0], k[:, :, :0], v[:, :, :0], NO_MASK)
+    made.store.statistics = zero_floats(batch, heads, loaded().subquad_multipole_statistics(ctypes.byref(size)))
     del alive
     return made

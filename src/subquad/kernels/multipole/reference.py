@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...features.precision import compute_dtype
 from ..operator import Call, Oracle
+from ..padding import real_keys
 from .definition import (
     Choices,
     Spec,
@@ -33,7 +34,7 @@ def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
     """All choices of a call, those that are known as they are; made in float32, without a gradient."""
     if spec.known is not None and spec.known.selection is not None:
         return spec.known
-    mask = call.real(k)
+    mask = real_keys(k, call.key_mask)
     with torch.no_grad():
         q32, k32, v32 = (x.to(torch.float32) for x in (q, k, v))
         k32, v32 = _by_rank(k32, mask), _by_rank(v32, mask)
@@ -51,7 +52,7 @@ class Reference(Oracle[Spec]):
         dtype = compute_dtype(q)
         choices = choose(spec, call, q, k, v)
         assert choices.selection is not None
-        mask = call.real(k)
+        mask = real_keys(k, call.key_mask)
         q, k, v = call.scale * q.to(dtype), _by_rank(k.to(dtype), mask), _by_rank(v.to(dtype), mask)
         groups, keys, chunks = q.shape[1] // k.shape[1], k.shape[2], choices.order.shape[2]
         seen = sight(spec, mask, q.shape[2])

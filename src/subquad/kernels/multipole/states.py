@@ -67,9 +67,9 @@ class _Paged:
             return int(self.pages.nbytes)
         return sum(getattr(self, x).nbytes for x in self.tensors())
 
-    def holds(self) -> Tensor:
+    def example(self) -> Tensor:
         """A tensor (B, H, ., E) that shows the batch, KV heads, value width and dtype of the state."""
-        held: Tensor = self.v if self.pages is None else self.pages.holds()
+        held: Tensor = self.v if self.pages is None else self.pages.example()
         return held
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...state import State, Sums
+from ...state import State
 from ..checkpointing import tracing
 from ..map_arrays import NOTHING
 from ..operator import Backend, Call
 from ..padding import real_keys
 from ..windowed_linear import WindowedLinear
 from . import library
-from .calls import NOWHERE, Results, call_forward
+from .calls import NO_MASK, NO_PLACES, NOWHERE, Results, call_forward, past_sums, sums_after
 from .maps import NO_MAP, NativeMap, fused, map_inputs, multiplied
 from .operators import attention, functional_attention
 from .step import linear_step, window_step
@@ -32,8 +32,6 @@ __all__ = ["Native"]
 library.missing()
 # Stored features per component of a key, at most, where another backend could do without storing any.
 MOST_STORED = 4
-NO_MASK = torch.empty(0, dtype=torch.bool)
-NO_PLACES = torch.empty(0, dtype=torch.int64)
 
 
 def _dispatch(
@@ -53,7 +51,7 @@ def _dispatch(
     options: scale, window, past, causal, normalise, tail of `attention`
     """
     near = options[1] >= 0
-    arrays = [*found.map.arrays, found.map.tilt] if near else found.map.arrays
+    arrays = [*found.map.arrays, *([found.map.tilt] if near else [])]
     maps = found.packed_rows if near else found.packed
     arguments: Any = (q, k, v, sinks, far, past, masks, gain, arrays, *found.map[1:5], *options)
     tensors = (q, k, v, *sinks, *far, *past[:2], gain)
@@ -79,18 +77,9 @@ def _eager(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _sums(sums: Sums) -> list[Tensor]:
-    """S, z, c as the kernels take them."""
-    weighted, normaliser, log_max = (x.to(torch.float32) for x in sums)
-    return [weighted.contiguous(), normaliser.contiguous(), log_max.expand_as(normaliser).contiguous()]
-
-
 def _state_after(state: State, result: Results, count: Tensor | int) -> State:
     assert state.far is not None
-    # Maps without a log scale keep their c = 0 of shape (B, H, 1).
-    shared = state.far.log_max.shape[-1] == 1 and result[3].shape[-1] != 1
-    log_max = state.far.log_max if shared else result[3].detach()
-    return replace(state, far=Sums(result[1], result[2], log_max), count=state.count + count)
+    return replace(state, far=sums_after(state.far, *result[1:4]), count=state.count + count)
 
 
 class Native(Backend[WindowedLinear]):
@@ -99,14 +88,8 @@ class Native(Backend[WindowedLinear]):
     name = "native"
 
     def refusal(self, spec: WindowedLinear, call: Call, *tensors: Tensor) -> str:
-        missing = library.missing()
-        if missing:
-            return missing
-        for x in tensors:
-            if x.device.type != "cpu":
-                return f"they run on the CPU, got a tensor on {x.device}"
-            if x.dtype not in library.DTYPES:
-                return f"they take float32, bfloat16 and float16, got {x.dtype}"
+        if reason := library.refusal(tensors):
+            return reason
         phi = spec.feature_map
         if phi is not None and phi.per_key_scale == "token":
             return f"{type(phi).__name__} has one scale per token, which only the chunked backend carries"
@@ -152,7 +135,7 @@ class Native(Backend[WindowedLinear]):
         tail: bool,
     ) -> Results:
         assert spec.feature_map is not None
-        past = [] if state is None or state.far is None else _sums(state.far)
+        past = [] if state is None or state.far is None else past_sums(state.far)
         found, q, k = map_inputs(spec.feature_map, q, k, call.scale)
         masks = [NO_MASK if call.key_mask is None else call.key_mask, NO_MASK, NO_PLACES]
         return _dispatch(found, q, k, v, [], [], past, masks, NOTHING, 1.0, -1, 0, causal, spec.normalise, tail)
@@ -212,7 +195,7 @@ class Native(Backend[WindowedLinear]):
         # Token 0 of [window | new tokens] has the first of the ranks.
         places = torch.where(number < end, number - ranks[:, :1], NOWHERE)
         known = state.window.followed_by(k, v)
-        past = [] if state.far is None else _sums(state.far)
+        past = [] if state.far is None else past_sums(state.far)
         masks = [near & (ranks < end - spec.window), near, places]
         sinks = list(after.sinks) if spec.sinks else []
         result = self._attend_windowed(spec, call.scale, q, *known, sinks, past, masks, spec.window, True, True)

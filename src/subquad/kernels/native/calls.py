@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...state import Sums
 from . import library
 from .library import DTYPES, FUNCTIONS, SEGMENT, Call, Map, check_status
 
 __all__ = [
     "NOWHERE",
+    "NO_MASK",
+    "NO_PLACES",
     "PACKED_SIZE",
     "Results",
     "call_backward",
@@ -26,10 +30,14 @@ __all__ = [
     "empty_results",
     "make_call",
     "pack_maps",
+    "past_sums",
     "projection_rows",
+    "sums_after",
     "write",
 ]
 
+NO_MASK = torch.empty(0, dtype=torch.bool)
+NO_PLACES = torch.empty(0, dtype=torch.int64)
 # The place of a sink that is not there.
 NOWHERE = 1 << 40
 
@@ -44,17 +52,33 @@ _MAPS = Call.map_q.offset
 PACKED_SIZE = ctypes.sizeof(Map) * 2
 
 
-def pack_maps(arrays: list[Tensor], square: float) -> bytes:
+def past_sums(sums: Sums) -> list[Tensor]:
+    """S, z, c of a state as the library takes them: contiguous float32, c of the shape of z."""
+    weighted, normaliser, log_max = sums
+    if log_max.shape[-1] != normaliser.shape[-1]:
+        log_max = log_max.expand_as(normaliser)
+    given = (weighted, normaliser, log_max)
+    # `to` and `contiguous` of what is right already would cost a good part of a decode step.
+    return [x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous() for x in given]
+
+
+def sums_after(before: Sums, weighted: Tensor, normaliser: Tensor, log_max: Tensor) -> Sums:
+    """What comes back, as a state holds it: maps without a log scale keep their c = 0 of shape (B, H, 1)."""
+    shared = before.log_max.shape[-1] == 1 and log_max.shape[-1] != 1
+    return Sums(weighted, normaliser, before.log_max if shared else log_max.detach())
+
+
+def pack_maps(arrays: Sequence[Tensor], square: float) -> bytes:
     """The two maps as the library sees them; valid as long as `arrays` live.
 
-    An eighth array is the queries' own tilt (h, D) or empty, and says that their scale matters (beside near keys).
+    arrays: those of `Arrays`; a sixth is the queries' own tilt (h, D) or empty, and says that their scale matters
+    (beside near keys).
     """
-    weight, query_offset, key_offset, bias, tilt, signs, norms, *own = arrays
+    weight, bias, tilt, signs, norms, *own = arrays
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in arrays)
     maps = (Map * 2)()
-    nothing = query_offset.new_empty(0)
-    for side, offset, leaning in zip(maps, (query_offset, key_offset), (*(own or [nothing]), tilt), strict=True):
-        named = {"weight": weight, "offset": offset, "bias": bias, "signs": signs, "norms": norms, "tilt": leaning}
+    for side, leaning in zip(maps, (*(own or [weight.new_empty(0)]), tilt), strict=True):
+        named = {"weight": weight, "bias": bias, "signs": signs, "norms": norms, "tilt": leaning}
         for name, array in named.items():
             if array.numel():
                 setattr(side, name, array.data_ptr())
@@ -86,7 +110,7 @@ def make_call(
     state: list[Tensor],
     masks: list[Tensor],
     gain: Tensor,
-    arrays: list[Tensor],
+    arrays: Sequence[Tensor],
     square: float,
     function: str,
     antithetic: bool,
@@ -106,7 +130,7 @@ def make_call(
     """
     near = window >= 0
     far_q, far_k = far or (q, k)
-    weight, signs, norms = arrays[0], arrays[5], arrays[6]
+    weight, _, _, signs, norms, *_ = arrays
     rows = projection_rows(far_q, weight, norms, function)
     projection = 0 if weight.numel() else 1 if norms.numel() else 2
     batch, heads_q, length, dim = far_q.shape

@@ -13,10 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["DTYPES", "FUNCTIONS", "SEGMENT", "Call", "Map", "StridedTensor", "check_status", "load", "missing"]
+__all__ = [
+    "DTYPES",
+    "FUNCTIONS",
+    "SEGMENT",
+    "Call",
+    "Map",
+    "StridedTensor",
+    "check_status",
+    "load",
+    "missing",
+    "refusal",
+]
 
-ABI = 8
+ABI = 9
 # Tokens per state that the causal forward stores for its backward.
 SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -37,7 +49,7 @@ class Map(ctypes.Structure):
 
     _fields_ = [
         (name, kind)
-        for array in ("weight", "offset", "bias", "tilt", "signs", "norms")
+        for array in ("weight", "bias", "tilt", "signs", "norms")
         for name, kind in ((array, _pointer), (f"{array}_head", _long))
     ] + [("square", _float), ("unused", _float)]
 
@@ -155,3 +167,15 @@ def check_status(status: int) -> None:
     """Raise what a call of the library reports."""
     if status:
         raise MemoryError("the native kernels could not allocate their working memory")
+
+
+def refusal(tensors: tuple[Tensor, ...]) -> str:
+    """Why the library cannot take these tensors, or ""."""
+    if reason := missing():
+        return reason
+    for x in tensors:
+        if x.device.type != "cpu":
+            return f"they run on the CPU, got a tensor on {x.device}"
+        if x.dtype not in DTYPES:
+            return f"they take float32, bfloat16 and float16, got {x.dtype}"
+    return ""

@@ -13,7 +13,7 @@ from ...features.base import FeatureMap, Features, scaled
 from ...features.elementwise import ElementwiseFeatures, LogFeatures
 from ...features.polynomial import PolynomialFeatures
 from ...features.random import ExponentialFeatures, GeneralisedFeatures
-from ..map_arrays import NOTHING, MapArrays, map_arrays
+from ..map_arrays import MapArrays, map_arrays
 from .calls import PACKED_SIZE, pack_maps
 
 __all__ = ["NO_MAP", "NativeMap", "fused", "map_inputs", "multiplied"]
@@ -27,9 +27,9 @@ class NativeMap(NamedTuple):
     packed_rows: bytes | None = None  # with the queries' own tilt, see `pack_maps`
 
 
-TAYLOR = NativeMap(MapArrays([NOTHING] * 7, function="taylor"))
+TAYLOR = NativeMap(MapArrays(function="taylor"))
 # Nothing is far.
-NO_MAP = NativeMap(MapArrays([NOTHING] * 7, function="none"), bytes(PACKED_SIZE), bytes(PACKED_SIZE))
+NO_MAP = NativeMap(MapArrays(function="none"), bytes(PACKED_SIZE), bytes(PACKED_SIZE))
 
 
 def fused(feature_map: FeatureMap) -> bool:
@@ -120,7 +120,7 @@ def map_inputs(feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float) -> t
         return made.log_scale, "exp"
 
     if isinstance(feature_map, ElementwiseFeatures) and isinstance(feature_map.function, str):
-        plain = NativeMap(MapArrays([NOTHING] * 7, function=feature_map.function))
+        plain = NativeMap(MapArrays(function=feature_map.function))
         return plain, scaled(q, scale, queries=True), scaled(k, scale, queries=False)
     if multiplied(feature_map):
         # The products would double the rounding of a lower precision.
@@ -131,4 +131,4 @@ def map_inputs(feature_map: FeatureMap, q: Tensor, k: Tensor, scale: float) -> t
     query_features, kind = features(rows, queries=True)
     key_features, _ = features(k, queries=False)
     query_features = query_features.reshape(q.shape[0], q.shape[1], q.shape[2], query_features.shape[-1])
-    return NativeMap(MapArrays([NOTHING] * 7, function=kind)), query_features, key_features
+    return NativeMap(MapArrays(function=kind)), query_features, key_features

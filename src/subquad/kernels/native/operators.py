@@ -66,8 +66,8 @@ def attention(
     masks:  far keys (B, S) bool, near keys (B, S) bool, each empty for all, and the token at which each sink stands
             (B, N) int64: NOWHERE if it is not there, negative if it stands before k
     gain:   (Hq,) float32, added to the logarithm of the far weights, or empty
-    arrays: weight (h, R, D), query_offset, key_offset, bias (h, R), tilt (h, D), signs (h, n, k, D'), norms (h, R);
-            contiguous float32 with h = 1 or H; empty where not used. With a window an eighth: the queries' own tilt
+    arrays: weight (h, R, D), bias (h, R), tilt (h, D), signs (h, n, k, D'), norms (h, R);
+            contiguous float32 with h = 1 or H; empty where not used. With a window a sixth: the queries' own tilt
     function: of the far map; "none": nothing is far
     scale:  of the exact scores;  window: -1: nothing is near
     tail:   also return the far state: of all keys; with a window, of those that have left it after the last query
@@ -98,7 +98,7 @@ def _(
 ) -> Results:
     *given, keep = options
     named = _options(given)
-    rows = projection_rows(far[0] if far else q, arrays[0], arrays[6], named["function"])
+    rows = projection_rows(far[0] if far else q, arrays[0], arrays[4], named["function"])
     features = rows * (2 if named["antithetic"] else 1)
     return empty_results(q, k, v, features, named["window"] >= 0, named["causal"], named["tail"], keep)
 

@@ -22,11 +22,28 @@ from . import library
 from .library import DTYPES, check_status
 from .operators import narrow, widen_all
 
-__all__ = ["EMPTY_MASK", "Mask", "NativeBackend", "Operator", "write_mask", "write_shape", "write_tensors"]
+__all__ = [
+    "Mask",
+    "NativeBackend",
+    "Operator",
+    "empty_floats",
+    "write_mask",
+    "write_shape",
+    "write_tensors",
+    "zero_floats",
+]
 
 S = TypeVar("S")
 
-EMPTY_MASK = torch.empty(0, dtype=torch.bool)
+
+def empty_floats(*shape: int) -> Tensor:
+    """Memory that the library writes, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def zero_floats(*shape: int) -> Tensor:
+    """The same, zeros."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
 
 
 class Mask(ctypes.Structure):
@@ -35,26 +52,13 @@ class Mask(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("token", ctypes.c_int64)]
 
 
-def refusal(tensors: tuple[Tensor, ...]) -> str:
-    """Why the library cannot take these tensors, or ""."""
-    missing = library.missing()
-    if missing:
-        return missing
-    for x in tensors:
-        if x.device.type != "cpu":
-            return f"the native kernels run on the CPU, got a tensor on {x.device}"
-        if x.dtype not in DTYPES:
-            return f"the native kernels take float32, bfloat16 and float16, got {x.dtype}"
-    return ""
-
-
 class NativeBackend(Backend[S]):
     """An operator in the library."""
 
     name = "native"
 
     def refusal(self, spec: S | None, call: Call, *tensors: Tensor) -> str:
-        return refusal(tensors)
+        return library.refusal(tensors)
 
     def automatic(self, spec: S, call: Call, *tensors: Tensor) -> bool:
         return call.chunk_size is None  # who asks for blocks of a size gets the backend that has them
@@ -88,12 +92,12 @@ class Operator:
 
     name:     the library has subquad_NAME_size, subquad_NAME_forward and subquad_NAME_backward
     kind:     its structure
-    results:  (q, k, v, whole, keep) -> the tensors that a forward fills, out first; keep: a backward will follow
-    fill:     (call, batched, shared, whole, real, results) writes the rest of a call into its structure; a backward has
-              its dout there already
+    results:  (q, k, v, ints, keep) -> the tensors that a forward fills, out first; keep: a backward will follow
+    fill:     (call, batched, shared, ints, floats, results) writes the rest of a call into its structure; a backward
+              has its dout there already
 
-    batched are tensors (B, ...) beside q, k, v, such as masks, shared ones have no batch axis; whole and real are lists
-    of integers and of floats. None of them gets a gradient.
+    batched are tensors (B, ...) beside q, k, v, such as masks, shared ones have no batch axis; ints and floats are
+    options. None of them gets a gradient.
     """
 
     def __init__(
@@ -126,8 +130,8 @@ class Operator:
         inputs: tuple[Tensor, ...],
         batched: list[Tensor],
         shared: list[Tensor],
-        whole: list[int],
-        real: list[float],
+        ints: list[int],
+        floats: list[float],
         results: list[Tensor],
         **gradients: Tensor,
     ) -> Any:
@@ -135,7 +139,7 @@ class Operator:
         call: Any = self.kind()
         write_shape(call, *inputs)
         write_tensors(call, out=results[0], **gradients)
-        self.fill(call, batched, shared, whole, real, results)
+        self.fill(call, batched, shared, ints, floats, results)
         return call
 
     def call_forward(
@@ -145,13 +149,13 @@ class Operator:
         v: Tensor,
         batched: list[Tensor],
         shared: list[Tensor],
-        whole: list[int],
-        real: list[float],
+        ints: list[int],
+        floats: list[float],
         keep: bool,
     ) -> list[Tensor]:
         """The forward itself, without torch's dispatcher around it."""
-        results = self.results(q, k, v, whole, keep)
-        call = self.structure((q, k, v), batched, shared, whole, real, results)
+        results = self.results(q, k, v, ints, keep)
+        call = self.structure((q, k, v), batched, shared, ints, floats, results)
         check_status(getattr(self.library(), f"subquad_{self.name}_forward")(ctypes.byref(call)))
         return results
 
@@ -161,15 +165,15 @@ class Operator:
         saved: list[Tensor],
         batched: list[Tensor],
         shared: list[Tensor],
-        whole: list[int],
-        real: list[float],
+        ints: list[int],
+        floats: list[float],
     ) -> list[Tensor]:
         """(dq, dk, dv); saved = [q, k, v, *results of the forward]."""
         q, k, v, *results = saved
         # Sums over queries are formed in float32 whatever the dtype of the inputs.
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
         grad = grad.contiguous()
-        call = self.structure((q, k, v), batched, shared, whole, real, results, dout=grad, dq=dq, dk=dk, dv=dv)
+        call = self.structure((q, k, v), batched, shared, ints, floats, results, dout=grad, dq=dq, dk=dk, dv=dv)
         check_status(getattr(self.library(), f"subquad_{self.name}_backward")(ctypes.byref(call)))
         return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
@@ -180,8 +184,8 @@ class Operator:
         v: Tensor,
         batched: list[Tensor],
         shared: list[Tensor],
-        whole: list[int],
-        real: list[float],
+        ints: list[int],
+        floats: list[float],
     ) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
         if q.shape[2] == 0 or k.shape[2] == 0:
@@ -189,13 +193,13 @@ class Operator:
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         transformed = torch._C._are_functorch_transforms_active()
         if not transformed and any(tracing(x) for x in (q, k, v)):
-            traced: Tensor = self._forward(q, k, v, batched, shared, whole, real, wanted)[0]
+            traced: Tensor = self._forward(q, k, v, batched, shared, ints, floats, wanted)[0]
             return traced.to(v.dtype)
         if transformed or wanted:
             sizes = len(batched), len(shared)
-            out: Tensor = self._function.apply(sizes, whole, real, q, k, v, *batched, *shared)[0]
+            out: Tensor = self._function.apply(sizes, ints, floats, q, k, v, *batched, *shared)[0]
             return out.to(v.dtype)
-        return self.call_forward(q, k, v, batched, shared, whole, real, False)[0]
+        return self.call_forward(q, k, v, batched, shared, ints, floats, False)[0]
 
 
 def _register(op: Operator) -> tuple[Any, Any]:
@@ -207,28 +211,28 @@ def _register(op: Operator) -> tuple[Any, Any]:
         v: Tensor,
         batched: list[Tensor],
         shared: list[Tensor],
-        whole: list[int],
-        real: list[float],
+        ints: list[int],
+        floats: list[float],
         keep: bool,
     ) -> list[Tensor]:
-        return op.call_forward(q, k, v, batched, shared, whole, real, keep)
+        return op.call_forward(q, k, v, batched, shared, ints, floats, keep)
 
     def backward(
         grad: Tensor,
         saved: list[Tensor],
         batched: list[Tensor],
         shared: list[Tensor],
-        whole: list[int],
-        real: list[float],
+        ints: list[int],
+        floats: list[float],
     ) -> list[Tensor]:
-        return op.call_backward(grad, saved, batched, shared, whole, real)
+        return op.call_backward(grad, saved, batched, shared, ints, floats)
 
     run = torch.library.custom_op(f"subquad::{op.name}", forward, mutates_args=())
     back = torch.library.custom_op(f"subquad::{op.name}_backward", backward, mutates_args=())
 
     @run.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor, batched: Any, shared: Any, whole: list[int], real: Any, keep: bool) -> Any:
-        return op.results(q, k, v, whole, keep)
+    def _(q: Tensor, k: Tensor, v: Tensor, batched: Any, shared: Any, ints: list[int], floats: Any, keep: bool) -> Any:
+        return op.results(q, k, v, ints, keep)
 
     @back.register_fake
     def _(grad: Tensor, saved: list[Tensor], *rest: Any) -> Any:
@@ -252,13 +256,13 @@ def _register(op: Operator) -> tuple[Any, Any]:
         return list(results), list(dims)
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        q, k, v, batched, shared, whole, real, _ = inputs
+        q, k, v, batched, shared, ints, floats, _ = inputs
         ctx.save_for_backward(q, k, v, *output, *batched, *shared)
-        ctx.rest = len(batched), len(shared), whole, real
+        ctx.rest = len(batched), len(shared), ints, floats
 
     def differentiate(ctx: Any, grads: Any) -> tuple[Any, ...]:
-        batched, shared, whole, real = ctx.rest
-        found = back(grads[0], *_parts(list(ctx.saved_tensors), batched, shared), whole, real)
+        batched, shared, ints, floats = ctx.rest
+        found = back(grads[0], *_parts(list(ctx.saved_tensors), batched, shared), ints, floats)
         return *found, [None] * batched, [None] * shared, None, None, None
 
     run.register_autograd(differentiate, setup_context=save)
@@ -278,13 +282,13 @@ def _functional(op: Operator) -> Any:
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(sizes: tuple[int, int], whole: Any, real: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        def forward(sizes: tuple[int, int], ints: Any, floats: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
             run: Any = op._forward if tracing(q) else op.call_forward
-            return tuple(run(q, k, v, list(rest[: sizes[0]]), list(rest[sizes[0] :]), whole, real, True))
+            return tuple(run(q, k, v, list(rest[: sizes[0]]), list(rest[sizes[0] :]), ints, floats, True))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            ctx.sizes, ctx.whole, ctx.real, q, k, v, *rest = inputs
+            ctx.sizes, ctx.ints, ctx.floats, q, k, v, *rest = inputs
             ctx.save_for_backward(q, k, v, *output, *rest)
             ctx.mark_non_differentiable(*output[1:])
 
@@ -296,7 +300,7 @@ def _functional(op: Operator) -> Any:
         @differentiable_once("backend='native'")
         def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
             run: Any = op._backward if tracing(grad) else op.call_backward
-            found = run(grad, *_parts(list(ctx.saved_tensors), *ctx.sizes), ctx.whole, ctx.real)
+            found = run(grad, *_parts(list(ctx.saved_tensors), *ctx.sizes), ctx.ints, ctx.floats)
             return None, None, None, *found, *[None] * sum(ctx.sizes)
 
     return Functional

@@ -11,34 +11,19 @@ import struct
 import torch
 from torch import Tensor
 
-from ...state import State, Sums, Tokens
+from ...state import State, Tokens
+from ..map_arrays import NOTHING
 from . import library
-from .calls import make_call, write
+from .calls import NO_MASK, NO_PLACES, make_call, past_sums, sums_after, write
 from .library import Call, check_status
 from .maps import NativeMap
 from .pool import new_states, states_exceed_caches
 
 __all__ = ["linear_step", "window_step"]
 
-_NOTHING = torch.empty(0)
-_NO_MASKS = [torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.bool), torch.empty(0, dtype=torch.int64)]
+_NO_MASKS = [NO_MASK, NO_MASK, NO_PLACES]
 _STATES = struct.Struct("6P")  # s_in .. c_out
 _TAIL = struct.Struct("7P")  # count .. sink_v_out
-
-
-def _past(sums: Sums) -> list[Tensor]:
-    """S, z, c as the library takes them: contiguous float32, c of the shape of z."""
-    weighted, normaliser, log_max = sums
-    if log_max.shape[-1] != normaliser.shape[-1]:
-        log_max = log_max.expand_as(normaliser)
-    given = (weighted, normaliser, log_max)
-    return [x if x.dtype == torch.float32 and x.is_contiguous() else x.to(torch.float32).contiguous() for x in given]
-
-
-def _after(before: Sums, weighted: Tensor, normaliser: Tensor, log_max: Tensor) -> Sums:
-    # Maps without a log scale keep their c = 0 of shape (B, H, 1).
-    shared = before.log_max.shape[-1] == 1 and log_max.shape[-1] != 1
-    return Sums(weighted, normaliser, before.log_max if shared else log_max)
 
 
 def linear_step(
@@ -51,17 +36,17 @@ def linear_step(
     assert state.far is not None
     masks = _NO_MASKS if key_mask is None else [key_mask, *_NO_MASKS[1:]]
     options = (*found.map[:5], 1.0, -1, 0, True, normalise, True)
-    call = make_call(q, k, v, [], [], [], masks, _NOTHING, *options, maps=found.packed)
+    call = make_call(q, k, v, [], [], [], masks, NOTHING, *options, maps=found.packed)
     width = v.shape[3]
     shape = (call.batch, call.heads_kv, call.features)
     out = torch.empty((*q.shape[:3], width), dtype=v.dtype)
-    past, after = _past(state.far), new_states((*shape, width), shape, shape)
+    past, after = past_sums(state.far), new_states((*shape, width), shape, shape)
     call.non_temporal = states_exceed_caches()
     write(call, "out", out)
     _STATES.pack_into(call, Call.s_in.offset, *(x.data_ptr() for x in (*past, *after)))
     check_status(library.load().subquad_step(ctypes.byref(call)))
     count = state.count + (1 if key_mask is None else key_mask.sum(-1))
-    return out, State(count, _after(state.far, *after), None, None, state.origin, None, state.scale)
+    return out, State(count, sums_after(state.far, *after), None, None, state.origin, None, state.scale)
 
 
 def window_step(
@@ -84,15 +69,11 @@ def window_step(
     window_k, window_v, sink_k, sink_v = tokens
     window = window_k.shape[2]
     key_mask = None if key_mask is None else key_mask.contiguous()
-    past = [] if state.far is None else _past(state.far)
-    options = (*found.map[:5], scale, window, window, True, True, False)
-    values = window_v if window else v
-    arrays = found.map.arrays
-    if found.packed_rows is None:
-        options = ([*arrays, found.map.tilt], *options[1:])
-    call = make_call(
-        q, window_k if window else k, values, [], far, past, _NO_MASKS, gain, *options, maps=found.packed_rows
-    )
+    past = [] if state.far is None else past_sums(state.far)
+    options = (*found.map[1:5], scale, window, window, True, True, False)
+    keys, values = (window_k, window_v) if window else (k, v)
+    arrays = [*found.map.arrays, found.map.tilt]
+    call = make_call(q, keys, values, [], far, past, _NO_MASKS, gain, arrays, *options, maps=found.packed_rows)
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
     write(call, "out", out)
     write(call, "token_k", k)
@@ -115,7 +96,7 @@ def window_step(
         *(x.data_ptr() for x in (count, window_k, window_v, sink_k, sink_v)),
     )
     check_status(library.load().subquad_step(ctypes.byref(call)))
-    sums = None if state.far is None else _after(state.far, *floats[:3])
+    sums = None if state.far is None else sums_after(state.far, *floats[:3])
     return out, State(
         *(count, sums, Tokens(window_k, window_v), Tokens(sink_k, sink_v)),
         *(state.origin, state.feature_map, state.scale),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..native.calls import NO_MASK
 from ..native.library import StridedTensor
-from ..native.stateless import EMPTY_MASK, Mask, NativeBackend, Operator, write_mask
+from ..native.stateless import Mask, NativeBackend, Operator, write_mask
 from ..operator import Call
 from .definition import Spec
 
@@ -33,17 +34,22 @@ class Sparse(ctypes.Structure):
     ]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, whole: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
     """out, and the log normaliser (B, Hq, L). Tokens that are not real keep their 0."""
     out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32 if keep else v.dtype, device=v.device)
     return [out, torch.zeros(q.shape[:3], dtype=torch.float32, device=v.device)]
 
 
 def _fill(
-    call: Any, masks: list[Tensor], shared: list[Tensor], whole: list[int], real: list[float], results: list[Tensor]
+    call: Any,
+    masks: list[Tensor],
+    shared: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    results: list[Tensor],
 ) -> None:
-    call.stride, call.summary, call.causal = whole
-    (call.scale,) = real
+    call.stride, call.summary, call.causal = ints
+    (call.scale,) = floats
     write_mask(call.key_mask, masks[0])
     call.log_norm = results[1].data_ptr()
 
@@ -56,5 +62,5 @@ class Native(NativeBackend[Spec]):
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
-        masks = [EMPTY_MASK if call.key_mask is None else call.key_mask]
+        masks = [NO_MASK if call.key_mask is None else call.key_mask]
         return _operator(q, k, v, masks, [], [spec.stride, spec.summary, int(spec.causal)], [call.scale])

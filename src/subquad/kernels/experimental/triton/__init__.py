@@ -73,7 +73,7 @@ class Triton(Backend[WindowedLinear]):
                 f"backend='triton' needs a positive scale for exponential features, got {scale}. "
                 "Use backend=None or 'chunked'"
             )
-        weight, bias, tilt = form.arrays[0], form.arrays[3], form.arrays[4]
+        weight, bias, tilt = form.arrays.weight, form.arrays.bias, form.arrays.tilt
         if form.antithetic:
             weight, bias = torch.cat([weight, -weight], 1), torch.cat([bias, bias], 1)
         if not tilt.numel():

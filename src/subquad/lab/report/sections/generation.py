@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import subquad
 from subquad.lab.calibrated import made
 from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
 from subquad.plain_text import first_line
+from subquad.state import state_bytes
 
 from ..figure import Figure, Line
 from ..notebook import Notebook
@@ -27,11 +26,6 @@ __all__ = ["SECTION", "points"]
 
 NAME = "generation"
 STEPS = 8  # tokens per timed run: one alone is near the resolution of what disturbs it
-
-
-def _bytes(state: Any) -> int:
-    leaves, _ = pytree.tree_flatten(state)
-    return sum(x.nbytes for x in leaves if isinstance(x, Tensor))
 
 
 def _prefill(notebook: Notebook, name: str, context: int) -> float:
@@ -74,7 +68,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
         calls[name] = steps
         results[name] = {
             "status": "measured",
-            "state_bytes": _bytes(state),
+            "state_bytes": state_bytes(state),
             "prefill_s": time.perf_counter() - start,
         }
     timings = interleave(calls, runs=clock.rounds(settings.runs + 1, 2), warmup=1, seconds=max(0.2, clock.seconds))
@@ -129,8 +123,9 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
     return [[
         Figure(
             "generation-time", "Time per generated token",
-            "One more token after a context of that many. With a recurrent state the cost does not depend on what came "
-            "before; a cache of all keys must be read in full for every token.",
+            "One more token after a context of that many. With a state of fixed size the cost does not depend on what "
+            "came before; a cache of all keys must be read in full for every token; multipole has all keys and reads "
+            "few of them.",
             "tokens of context", "microseconds per token", drawn,
         ),
         Figure(
@@ -141,6 +136,4 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
     ]]  # fmt: skip
 
 
-SECTION = Section(
-    NAME, "Generation", "Token by token, what was read before is kept in a state of fixed size.", jobs, figures
-)
+SECTION = Section(NAME, "Generation", "Token by token, what was read before is kept in a state.", jobs, figures)

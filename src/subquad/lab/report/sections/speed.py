@@ -18,9 +18,8 @@ from torch import Tensor
 import subquad
 from subquad.lab.calibrated import INPUT_STD
 from subquad.lab.measure import interleave
-from subquad.mechanisms import Kernelised
+from subquad.mechanisms import MECHANISMS, Kernelised
 from subquad.plain_text import first_line
-from subquad.planning.cost import QUADRATIC
 from subquad.planning.crossover import faster_from
 
 from ..figure import Figure, Line, Selector, only_measured
@@ -78,7 +77,7 @@ def _expected(notebook: Notebook, asked: Mapping[str, Any], name: str) -> float 
     if not shorter:
         return None
     ratio = float(asked["length"]) / max(shorter)
-    return known[max(shorter)] / 1e3 * math.pow(ratio, 2 if name in QUADRATIC else 1)
+    return known[max(shorter)] / 1e3 * math.pow(ratio, 2 if name in MECHANISMS and MECHANISMS[name].quadratic else 1)
 
 
 def _measure(settings: Settings, notebook: Notebook, asked: Mapping[str, Any], clock: Clock) -> dict[str, Any]:
@@ -302,9 +301,10 @@ def figures(notebook: Notebook, settings: Settings) -> list[list[Figure]]:
     )
     caption = (
         "Each line is the best of interleaved runs. Softmax (torch’s fused attention) quadruples with every doubling "
-        "of the length, the others double; where a line passes below it, that mechanism pays. The dotted line only "
-        "copies the values: nothing can be faster. The share of the limit counts the operations a method needs against "
-        "the rate of a plain matrix product measured in the same run."
+        "of the length, mechanisms of linear time double, multipole and sparse lie between; where a line passes below "
+        "it, that mechanism pays. The dotted line only copies the values: nothing can be faster. The share of the "
+        "limit counts the operations a method needs against the rate of a plain matrix product measured in the same "
+        "run."
     )
     chosen = [only_measured(PASS, lines), only_measured(MASK, lines)]
     titles = {"time": "milliseconds", "gain": "times as fast as softmax", "share": "% of the matrix-product rate"}

@@ -1,0 +1,30 @@
+"""Evaluation mode for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+__all__ = ["evaluation_mode"]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, no dropout; afterwards each module is in the mode that it had, also a frozen block in a training model.
+
+    >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    >>> with evaluation_mode(model):
+    ...     [part.training for part in model]
+    [False, False]
+    >>> [part.training for part in model]
+    [True, False]
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
