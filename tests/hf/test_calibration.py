@@ -82,7 +82,7 @@ def test_statistics_stand_in_for_batches(bert):
 
 def test_statistics_of_other_heads_are_refused(bert):
     stats = calibrate_layers(bert, padded_batches(1))[0]
-    with pytest.raises(ValueError, match="calibrated with 4 KV heads"):
+    with pytest.raises(ValueError, match="statistics of 2 KV heads, those given are of 4"):
         stats.calibrate(sq.create("taylor", 8, 2, degree=1, center=True))
 
 

@@ -309,3 +309,15 @@ def test_training_outside_of_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert outcomes[0].status == "finished"
+
+
+def test_an_accelerator_of_someone_else_keeps_its_state(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    theirs = Accelerator(cpu=True, mixed_precision="no")
+    try:
+        assert train(tiny("linear", precision="bf16"), tmp_path, running=QUICK).status == "finished"
+        assert theirs.mixed_precision == "no" and theirs.num_processes == 1
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -32,7 +32,9 @@ from .projections import make_projection
 from .seeded import Projection
 from .variance import oprf_optimal_a, sderf_a
 
-__all__ = ["EXPONENTIAL", "ExponentialFeatures", "GeneralisedFeatures", "RandomFeatures", "TrigFeatures"]
+__all__ = [
+    "EXPONENTIAL", "ExponentialFeatures", "GeneralisedFeatures", "RandomFeatures", "TrigFeatures", "apply_statistics",
+]  # fmt: skip
 
 EXPONENTIAL = ("positive", "hyperbolic", "oprf", "sderf")
 

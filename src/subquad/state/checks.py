@@ -11,7 +11,16 @@ from torch.utils import _pytree as pytree
 from ..checks import describe_shape
 from ..features.precision import compute_dtype
 
-__all__ = ["check_continues", "check_crop", "check_fits", "check_same", "check_tokens_join", "merge", "register_state"]
+__all__ = [
+    "check_continues",
+    "check_crop",
+    "check_fits",
+    "check_same",
+    "check_tokens_join",
+    "merge",
+    "register_state",
+    "state_bytes",
+]
 
 
 def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> None:

@@ -50,23 +50,27 @@ class Workers:
     def __init__(self, precision: str, device: str | None) -> None:
         try:
             from accelerate import Accelerator  # type: ignore[import-untyped]
+            from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
         except ModuleNotFoundError:
             raise checks.missing_package("training", "accelerate", "train") from None
 
         cpu = device == "cpu" or not torch.accelerator.is_available()
         if precision == "fp16" and cpu:
             raise ValueError("precision='fp16' needs an accelerator; on a CPU use 'bf16' or 'no'")
+        # Accelerate keeps one state per process, and would refuse this run its own precision after another one.
+        self.others = dict(AcceleratorState._shared_state)
+        AcceleratorState._shared_state.clear()
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+        from accelerate.state import AcceleratorState
 
-        # Accelerate keeps one state per process, and would refuse the next run its own precision.
         self.accelerator.free_memory()
-        AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
+        AcceleratorState._reset_state(reset_partial_state=not self.others and not torch.distributed.is_initialized())
+        AcceleratorState._shared_state.update(self.others)
 
     @property
     def device(self) -> torch.device:
