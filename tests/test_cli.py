@@ -172,3 +172,10 @@ def test_wrong_arguments_exit_2_and_say_what_is_expected(
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_options_of_a_whole_model_need_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--batch", "4"])
+    assert ended.value.code == 2
+    assert "say how many --layers it has" in " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -6,12 +6,18 @@ import contextlib
 import json
 import math
 import os
+import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["check_writable", "make_shared", "replacing", "write_json", "write_text"]
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing is locked
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["check_writable", "locked", "make_shared", "replacing", "write_json", "write_text"]
 
 
 def check_writable(argument: str, path: str | os.PathLike[str], *, folder: bool = False) -> None:
@@ -81,6 +87,29 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` in one step; see `replacing`."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Refuse a folder that another process has locked; the lock ends with the block, or with the process.
+
+    >>> with tempfile.TemporaryDirectory() as folder, locked(folder), locked(folder):
+    ...     pass
+    Traceback (most recent call last):
+    ...
+    ValueError: ... is in use by process ... wait for it, or end it
+    """
+    with (Path(folder) / ".run.lock").open("a+", encoding="utf-8") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ValueError(f"{folder} is in use by {file.read().strip()}; wait for it, or end it") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
 
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:

@@ -226,6 +226,11 @@ def test_the_model_that_is_read_is_never_written_over(tmp_path: Path) -> None:
         ran = invoke(folder, "--no-speed", "--out", out)
         assert ran.exit_code == 2 and "the folder of the model itself" in _flat(ran.output), ran.output
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    other = saved(tmp_path, "bert")
+    ran = invoke(folder, "--no-speed", "--out", other)
+    assert ran.exit_code == 2 and "holds a model already" in _flat(ran.output), ran.output
+    ran = invoke(folder, "--no-speed", "--lora-steps", "5", "--out", tmp_path / "new")
+    assert ran.exit_code == 2 and "--lora-steps come after a distillation" in _flat(ran.output), ran.output
     (tmp_path / "file").touch()
     ran = invoke(folder, "--no-speed", "--out", tmp_path / "file")
     assert ran.exit_code == 2 and "a folder is expected" in _flat(ran.output)

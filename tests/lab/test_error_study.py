@@ -105,6 +105,7 @@ def test_a_file_of_tensors(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"layer0.q": q, "layer0.k": k.bfloat16(), "layer0.key_mask": torch.ones(1, 10)}, path)
     inputs = read_inputs(path, "layer0.")
+    assert torch.equal(read_inputs(path, "layer0").q, inputs.q)
     assert inputs.q.shape == (1, 3, 10, 8)
     assert inputs.k.dtype == torch.float32
     assert inputs.key_mask.dtype == torch.bool

@@ -298,3 +298,9 @@ def test_sounds_of_a_saved_set_are_read_without_a_decoder_of_datasets(tmp_path: 
     table.save_to_disk(str(tmp_path / "silent"))
     with pytest.raises(DataError, match="train row 17 is empty or holds silence only"):
         get_task("speech").from_options({"data": f"hub:{tmp_path / 'silent'}"}).examples("train")
+
+
+def test_the_only_column_is_no_label(tmp_path: Path) -> None:
+    json_lines(tmp_path / "train.jsonl", [{"text": f"words {i}"} for i in range(40)])
+    with pytest.raises(DataError, match=r"has the columns \['text'\]; say which one to read with :label=NAME"):
+        get_task("documents").from_options({"data": f"hub:{tmp_path}"}).examples("train")

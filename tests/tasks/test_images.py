@@ -165,3 +165,37 @@ def test_drawn_digits_differ_and_a_grid_holds_them(tmp_path: Path) -> None:
     with Image.open(tmp_path / "grid.png") as picture:
         assert picture.size == (5 * 15 + 1, 4 * 15 + 1)
         assert np.array_equal(np.asarray(picture)[1:15, 1:15], digits[0].numpy())
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "val", "test"])
+def test_folders_of_a_split_come_in_pairs(name: str, tmp_path: Path) -> None:
+    def pictures(folder: Path, values: range) -> None:
+        folder.mkdir(parents=True)
+        for value in values:
+            Image.fromarray(np.full((4, 4), value, dtype=np.uint8)).save(folder / f"{value:03d}.png")
+
+    pictures(tmp_path / "train", range(20))
+    with pytest.raises(DataError, match=r"has a folder 'train' and none to valid on; expected train and valid"):
+        read_images(str(tmp_path), "valid")
+    read_images.cache_clear()
+    pictures(tmp_path / name, range(100, 105))
+    assert read_images(str(tmp_path), "train")[:, 0, 0, 0].tolist() == list(range(20))
+    assert read_images(str(tmp_path), "valid")[:, 0, 0, 0].tolist() == list(range(100, 105))
+
+
+def test_grey_pictures_of_other_depths(tmp_path: Path) -> None:
+    for index in range(20):
+        deep = np.full((4, 4), 257 * index, dtype=np.uint16)
+        Image.fromarray(deep).save(tmp_path / f"{index:02d}.png")
+    values = [*read_images(str(tmp_path), "train")[:, 0, 0, 0], *read_images(str(tmp_path), "valid")[:, 0, 0, 0]]
+    assert sorted(values) == list(range(20))
+    alpha = tmp_path / "alpha"
+    alpha.mkdir()
+    for index in range(20):
+        Image.merge("LA", [Image.new("L", (4, 4), index)] * 2).save(alpha / f"{index:02d}.png")
+    assert read_images(str(alpha), "train").shape[1:] == (4, 4, 1)
+    few = tmp_path / "few"
+    few.mkdir()
+    Image.new("L", (4, 4)).save(few / "0.png")
+    with pytest.raises(DataError, match="holds 1 pictures, too few to keep one in ten"):
+        read_images(str(few), "valid")

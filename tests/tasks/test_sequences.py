@@ -14,9 +14,11 @@ from subquad.tasks.documents import Documents
 from subquad.tasks.fasta import FastaFile
 from subquad.tasks.heads import IGNORED, mask_tokens
 from subquad.tasks.listops import SYMBOLS, Listops, evaluate
+from subquad.tasks.listops import _read as _read_listops
 from subquad.tasks.protein import BEGIN, MASK, Protein
 from subquad.tasks.text import Text
 from subquad.tasks.token_file import TokenFile
+from subquad.train import Run, Running, train
 
 
 def item(task: Any, split: str, index: int = 0, draw: int = 0) -> dict[str, torch.Tensor]:
@@ -295,5 +297,47 @@ def test_joined_documents_refuse_what_cannot_be(tmp_path: Path) -> None:
         Documents(data=str(tmp_path), length=100, stretch=64)
     with pytest.raises(ValueError, match=r"share=0\.5 is of the stretches"):
         Documents(data=str(tmp_path), share=0.5)
-    with pytest.raises(ValueError, match="share=0 must be above 0"):
+    with pytest.raises(ValueError, match="share must be a number above 0, and at most 1, got 0"):
         Documents(data=str(tmp_path), stretch=64, length=64, share=0)
+
+
+def test_listops_files_are_not_cut(tmp_path: Path) -> None:
+    long = f"[MAX {'1 ' * 300}9 ]"
+    for name in ("basic_train.tsv", "basic_val.tsv"):
+        (tmp_path / name).write_text(f"Source\tTarget\n{long}\t9\n")
+    with pytest.raises(DataError, match=r"has an expression of 303 symbols, and length=200.*--set length=303"):
+        Listops(data=str(tmp_path)).examples("train")
+    assert len(item(Listops(data=str(tmp_path), length=303), "train")["tokens"]) == 303
+    for line in ("[MAX 1 2 ]\t²", "\t3"):
+        (tmp_path / "basic_train.tsv").write_text(f"Source\tTarget\n{line}\n")
+        _read_listops.cache_clear()
+        with pytest.raises(DataError, match="line 2: expected an expression, a tab and a digit"):
+            Listops(data=str(tmp_path), length=303).examples("train")
+
+
+def test_validation_has_every_label(tmp_path: Path) -> None:
+    for label, count in (("neg", 9), ("pos", 40)):
+        (tmp_path / "a" / label).mkdir(parents=True)
+        for i in range(count):
+            (tmp_path / "a" / label / f"{i:02d}.txt").write_text("some words")
+    with pytest.raises(DataError, match="too few files of the label 'neg'"):
+        Documents(data=str(tmp_path / "a")).examples("valid")
+    for split, labels in (("train", ("neg", "pos")), ("val", ("neg", "new"))):
+        for label in labels:
+            (tmp_path / "b" / split / label).mkdir(parents=True)
+            (tmp_path / "b" / split / label / "0.txt").write_text("some words")
+    with pytest.raises(DataError, match=r"train has the labels \['neg', 'pos'\], val has \['neg', 'new'\]"):
+        Documents(data=str(tmp_path / "b")).examples("train")
+    (tmp_path / "a" / "pos" / "00.txt").write_text("")
+    with pytest.raises(DataError, match=r"00\.txt is empty"):
+        Documents(data=str(tmp_path / "a")).examples("train")
+
+
+def test_learned_positions_have_as_many_places_as_a_sequence(tmp_path: Path) -> None:
+    model = {"layers": 1, "heads": 2, "dim": 16, "positions": "learned"}
+    settings = {"steps": 2, "batch": 2, "valid_examples": 2, "valid_every": 1}
+    for task in ("text", "documents", "listops"):
+        run = Run.of(task, "linear", model=model, settings=settings, length=64)
+        outcome = train(run, tmp_path / task, running=Running(tensorboard=False))
+        assert outcome.status == "finished" and "failed" not in outcome.artefacts
+    assert len((tmp_path / "text/sample.txt").read_bytes()) == 64

@@ -154,3 +154,12 @@ def test_tones_of_different_digits_differ() -> None:
     ]
     pairs = {(int(a.argmax()), int(b.argmax())) for a, b in zip(frames[:10], frames[10:], strict=True)}
     assert len(pairs) == 10
+
+
+def test_what_cannot_be_spelled_is_named(tmp_path: Path) -> None:
+    for index in range(10):
+        write_wav(tmp_path / f"{index}.wav", seconds=0.1)
+    (tmp_path / "transcripts.txt").write_text("".join(f"{i}.wav llllllll\n" for i in range(10)))
+    task = Speech(data=str(tmp_path), stride=1)
+    with pytest.raises(DataError, match=r"\d\.wav: 8 symbols need 15 frames, and it has \d+.*leave it out"):
+        task.examples("train").item(0, generator_for("train", 0, 0))

@@ -11,7 +11,7 @@ from PIL import Image
 from subquad.cli import main
 from subquad.tasks import TASKS
 from subquad.train import train
-from subquad.train.choices import label_of, parse_mechanism, parse_pairs
+from subquad.train.choices import label_of, parse_mechanism, parse_pairs, parse_value
 from subquad.train.collection import collect, comparison_table
 from subquad.train.compare import compare
 from subquad.train.records import read_records
@@ -193,7 +193,7 @@ def test_a_run_is_resumed_with_the_options_it_was_started_with(
             main(["train", *arguments])
         assert ended.value.code == 2
         said = capsys.readouterr().err
-        assert "TASK is missing" in said or "--draw needs --out" in said
+        assert any(part in said for part in ("TASK is missing", "--draw needs --out", "holds no run"))
 
 
 def test_a_comparison_is_resumed_with_the_options_it_was_started_with(tmp_path: Path) -> None:
@@ -215,3 +215,76 @@ def test_from_names_a_run_or_its_checkpoint(tmp_path: Path) -> None:
     main_done([*quick, "--mechanism", "linear", "--from", str(one), "--out", str(two)])
     assert json.loads((two / "run.json").read_text())["start"] == str(one / "checkpoints/step-00000002")
     main_done([*quick, "--resume", "--from", str(one), "--out", str(two), "--mechanism", "linear"])
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `subquad train` says where it refuses."""
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *arguments])
+    assert ended.value.code == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+QUICK_OPTIONS = [
+    "--set", "length=4", "--batch", "4", "--valid-every", "3", "--valid-examples", "4", "--no-tensorboard",
+    "--dim", "16",
+]  # fmt: skip
+
+
+def test_a_comparison_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "both")
+    main_done(["copy", "--compare", "softmax, linear", "--steps", "3", *QUICK_OPTIONS, "--out", out])
+    kept = {path: path.read_bytes() for path in (tmp_path / "both").rglob("*.json")}
+    for arguments, message in (
+        (["--resume", "--out", out, "--steps", "9"], "settings.steps: 3 there, 9 now"),
+        (["copy", "--compare", "taylor", *QUICK_OPTIONS, "--out", out], "holds a run already; say --resume"),
+        (["--resume", "--out", out, "--compare", "linear"], "holds a comparison of ['softmax', 'linear']"),
+        (["--resume", "--out", out, "--seeds", "2"], "with seeds=1, not of"),
+        (["--resume", "--out", out, "--mechanism", "taylor"], "holds a comparison, so --mechanism"),
+        (["copy", "--compare", "linear", "--mechanism", "lsh", "--out", "x"], "--compare names the mechanisms"),
+        (["--draw", f"{out}/softmax", "--out", out], "holds a run or a comparison"),
+        (["--draw", f"{out}/softmax", "--out", f"{out}/linear"], "holds a run or a comparison"),
+        (["--draw", f"{out}/softmax", "--out", "x", "--steps", "3"], "so --steps has no meaning"),
+    ):
+        assert message in refused(arguments, capsys).replace("- ", "-")
+    assert {path: path.read_bytes() for path in (tmp_path / "both").rglob("*.json")} == kept
+    main_done(["--resume", "--out", out])
+    main_done(["--draw", f"{out}/softmax, {out}/linear,{out}/softmax", "--out", str(tmp_path / "page")])
+    drawn = json.loads((tmp_path / "page/comparison.json").read_text())
+    assert {name: len(runs) for name, runs in drawn["runs"].items()} == {"softmax": 1, "linear": 1}
+    main_done(["--draw", f"{out}/softmax", "--out", str(tmp_path / "page")])
+
+
+def test_a_comparison_tries_every_mechanism_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "both"
+    arguments = ["copy", "--compare", "softmax,linformer", "--steps", "3", *QUICK_OPTIONS, "--out", str(out)]
+    assert "linformer cannot be causal" in refused(arguments, capsys)
+    assert not out.exists()
+
+
+def test_running_is_that_of_the_last_start(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    main_done(["copy", "--mechanism", "linear", "--steps", "8", *QUICK_OPTIONS, "--save-every", "2", "--keep", "50",
+               "--out", str(out)])  # fmt: skip
+    shutil.rmtree(out / "checkpoints/step-00000008")
+    main_done(["--resume", "--out", str(out)])
+    assert len(list((out / "checkpoints").iterdir())) == 5 and not (out / "tensorboard").exists()
+    main_done(["--resume", "--out", str(out), "--keep", "1"])
+    assert json.loads((out / "running.json").read_text())["keep"] == 1
+
+
+def test_words_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["copy", "--model", "mechanism=linear"], "model: mechanism='linear' is not taken there; name it with"),
+        (["copy", "--model", "vocab=32"], "model: vocab=32 is not taken there; it follows from the task"),
+        (["copy", "--mechanism", "[]"], "'[]' names no mechanism"),
+        (["text", "--set", "data=a", "--data", "b"], "--data b and --set data=a name the same"),
+        (["--resume", "--out", str(tmp_path / "nowhere")], "holds no run, nothing was started"),
+    ):
+        assert message in refused([*arguments, "--steps", "1"], capsys)
+    assert parse_value("True") is True and parse_value("None") is None
+    assert len(label_of([{"mechanism": "performer", "num_features": 256}] * 20)) < 200
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    assert "runs/TASK-MECHANISM" in said and "default: (multipole)" in said

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from subquad.train import Run, Running, checkpoint, train
+from subquad.files import locked
+from subquad.train import Run, Running, checkpoint, load_trained, train
+from subquad.train.collection import summary
 from subquad.train.records import read_records
 
 from .tiny_runs import QUICK, tensors, tiny
@@ -115,7 +117,12 @@ def test_a_damaged_checkpoint_is_named(file: str, tmp_path: Path) -> None:
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     train(tiny(), tmp_path, running=QUICK)
-    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".json", ".jsonl", ".safetensors"}
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {
+        ".json",
+        ".jsonl",
+        ".safetensors",
+        ".lock",
+    }
 
 
 def test_a_half_written_line_of_metrics_is_dropped(tmp_path: Path) -> None:
@@ -188,3 +195,63 @@ def test_a_thread_that_meets_a_full_disk_says_nothing_and_others_do() -> None:
     finally:
         threading.excepthook = before
     assert [type(one) for one in said] == [KeyError, OSError]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    with locked(tmp_path), pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on "):
+        train(tiny(), tmp_path, running=QUICK, resume=True)
+    assert train(tiny(), tmp_path, running=QUICK, resume=True).status == "finished"
+
+
+def test_lines_of_metrics_that_are_none_are_left_out(tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], "garbage", "{}", "5", *lines[1:], '{"kind": "tr']))
+    assert read_records(path) == [json.loads(line) for line in lines]
+
+
+def test_what_the_first_weights_were_worth_stays(tmp_path: Path) -> None:
+    train(tiny("softmax"), tmp_path / "one", running=QUICK)
+    settings = tiny().settings.to_dict()
+    run = Run.of("copy", "linear", model={"dim": 16}, settings=settings, start=tmp_path / "one", length=4)
+    train(run, tmp_path / "two", running=QUICK)
+    train(run, tmp_path / "two", running=QUICK, resume=True)
+    records = read_records(tmp_path / "two/metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "valid"] == [0, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("checkpoints/step-00000006/state.json", "[]", "is damaged: it has no 'version'"),
+        ("checkpoints/step-00000006/state.json", '{"version": 1}', "is damaged: it has no 'step'"),
+        ("run.json", '{"version": 1}', "the run has no 'task'"),
+    ],
+)
+def test_damaged_json_is_named(file: str, text: str, message: str, tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        train(tiny(), tmp_path, running=QUICK, resume=True)
+
+
+@pytest.mark.parametrize(("text", "message"), [("[]", "must hold a JSON object"), ("{", "result.json cannot be read")])
+def test_damaged_results_are_named(text: str, message: str, tmp_path: Path) -> None:
+    train(tiny(), tmp_path, running=QUICK)
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        summary(tmp_path)
+
+
+def test_data_may_move(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 200)
+    settings = {"steps": 4, "batch": 2, "valid_examples": 2, "valid_every": 2}
+    model = {"dim": 16, "heads": 2, "layers": 1}
+    run = Run.of("text", "linear", model=model, settings=settings, data=str(tmp_path / "a.txt"), length=16)
+    train(run, tmp_path / "run", running=QUICK)
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert load_trained(tmp_path / "run")[2] == 4
+    moved = run.changed(data=str(tmp_path / "b.txt"))
+    assert train(moved, tmp_path / "run", running=QUICK, resume=True).status == "finished"

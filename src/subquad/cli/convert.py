@@ -38,6 +38,8 @@ def _check_target(model: str, out: Path) -> None:
         raise ValueError(
             f"--out {out} is the folder of the model itself: its weights would be overwritten. Name another folder"
         )
+    if (out / "config.json").is_file():
+        raise ValueError(f"--out {out} holds a model already, which would be overwritten. Name another folder")
     check_writable("--out", out, folder=True)
 
 
@@ -129,6 +131,8 @@ def convert(
                 "--text chooses the mechanisms, and --mechanism or --option names one: to measure one on texts, give "
                 "these as --calibrate"
             )
+        if distill is None and lora_steps:
+            raise ValueError("--lora-steps come after a distillation: name a text to train on with --distill")
         pairs = parse_pairs("--option", option or [])
         chosen = None if text is not None else parse_mechanism(mechanism or "multipole", pairs)
         calibrate = text if text is not None else calibrate

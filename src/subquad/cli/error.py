@@ -26,7 +26,7 @@ def error(
     file: Annotated[
         Path | None, typer.Option(help="safetensors file with q, k [, v]: (batch, heads, length, width) each.")
     ] = None,
-    prefix: Annotated[str, typer.Option(help="What stands before q, k, v in the file, like layer0.")] = "",
+    prefix: Annotated[str, typer.Option(help="What stands before q, k, v in the file: layer0 for layer0.q.")] = "",
     length: Annotated[int, typer.Option(min=1, help="Tokens of synthetic inputs.")] = 1024,
     heads: Annotated[int, typer.Option(min=1, help="Heads of synthetic inputs.")] = 2,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head of synthetic inputs.")] = 64,

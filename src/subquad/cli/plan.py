@@ -22,7 +22,7 @@ def plan(
     file: Annotated[
         Path | None, typer.Option(help="safetensors file with q, k [, v]: (batch, heads, length, width) each.")
     ] = None,
-    prefix: Annotated[str, typer.Option(help="What stands before q, k, v in the file, like layer0.")] = "",
+    prefix: Annotated[str, typer.Option(help="What stands before q, k, v in the file: layer0 for layer0.q.")] = "",
     length: Annotated[int | None, typer.Option(min=1, help="Tokens to plan for; as in the file, or 4096.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Heads, where no file is given.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head, where no file is given.")] = 64,
@@ -52,6 +52,8 @@ def plan(
     with user_errors(), progress("planning") as step:
         if json is not None:
             check_writable("--json", json)
+        if layers is None and (batch != 1 or mlp_ratio != 4.0 or training):
+            raise ValueError("--batch, --mlp-ratio and --training are of a whole model: say how many --layers it has")
         if file is not None:
             inputs = read_inputs(file, prefix)
             source = inputs.source

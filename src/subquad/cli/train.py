@@ -1,6 +1,7 @@
 """`subquad train`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ _RUNNING = "Running (no influence on the result)"
 
 
 def train(
+    context: typer.Context,
     task: Annotated[
         str | None,
         typer.Argument(
@@ -33,7 +35,7 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the task, name=value; repeat it.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.  [default: runs/TASK-MECHANISM]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/TASK-MECHANISM")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue what is in --out with the options it was started with.")
     ] = False,
@@ -44,14 +46,15 @@ def train(
         str | None, typer.Option(help="Train nothing: draw the runs in these folders, separated by commas, into --out.")
     ] = None,
     mechanism: Annotated[
-        str | None, typer.Option(help="A name, name:option=value:..., or JSON.  [default: multipole]")
+        str | None, typer.Option(help="A name, name:option=value:..., or JSON.", show_default="multipole")
     ] = None,
     option: Annotated[list[str] | None, typer.Option(help="An option of the mechanism, name=value; repeat it.")] = None,
     compare: Annotated[
         str | None, typer.Option(help="Mechanisms separated by commas, each trained on the same data; curves.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="With --compare: so many seeds of each, drawn as bands.  [default: 1]")
+        int | None,
+        typer.Option(min=1, help="With --compare: so many seeds of each, drawn as bands.", show_default="1"),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)] = None,
     heads: Annotated[int | None, typer.Option(min=1, rich_help_panel=_MODEL)] = None,
@@ -113,22 +116,34 @@ def train(
     with user_errors():
         from subquad.train import Run, Running
         from subquad.train.checkpoint import DiskError
-        from subquad.train.choices import label_of, parse_mechanism, parse_pairs
+        from subquad.train.choices import label_of, parse_mechanism, parse_pairs, split_mechanisms
         from subquad.train.compare import read_plan
         from subquad.train.distributed import LostProcess
+        from subquad.train.run import nothing_to_resume
 
         if draw is not None:
             if out is None:
                 raise ValueError("--draw needs --out, a folder for the page")
-            _draw(draw.split(","), out)
+            if extra := sorted(_given(context) - {"draw", "out"}):
+                raise ValueError(f"--draw trains nothing, so --{extra[0].strip('_').replace('_', '-')} has no meaning")
+            if read_plan(out) is not None or (out / "run.json").is_file():
+                raise ValueError(f"--out {out} holds a run or a comparison; give a folder of its own for the page")
+            _draw([folder.strip() for folder in draw.split(",")], out)
             return
+        if compare is not None and (mechanism is not None or option):
+            raise ValueError(
+                "--compare names the mechanisms, so --mechanism and --option have no meaning; write options into it, "
+                "for example --compare lsh:rounds=4,softmax"
+            )
         options = parse_pairs("--set", set_ or [])
         if data is not None:
+            if "data" in options:
+                raise ValueError(f"--data {data} and --set data={options['data']} name the same; give one of them")
             options["data"] = data
         own = parse_pairs("--option", option or [])
         choice = None if mechanism is None else parse_mechanism(mechanism, own)
         chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(given)}
-        others = None if compare is None else [parse_mechanism(one) for one in compare.split(",")]
+        others = None if compare is None else [parse_mechanism(one) for one in split_mechanisms(compare)]
         if out is None:
             if task is None:
                 raise ValueError("the TASK is missing; it may be left out with --resume --out FOLDER alone")
@@ -140,13 +155,15 @@ def train(
             run = plan[0] if plan is not None else Run.read(out)
             if task not in (None, run.task.name):
                 raise ValueError(f"{str(out)!r} holds a run of task {run.task.name!r}, not of {task!r}")
+            if plan and (choice is not None or own):
+                raise ValueError(f"{str(out)!r} holds a comparison, so --mechanism and --option have no meaning")
             asked = {} if plan else {"mechanism": choice, "mechanism_options": own}
             run = run.changed(start=from_, **asked, **chosen, **options)
             if plan is not None:
                 others, seeds = others or plan[1], seeds or plan[2]
         else:
             if task is None:
-                raise ValueError(f"the TASK is missing; {str(out)!r} holds no run that would name it")
+                raise ValueError(nothing_to_resume(out) if resume else "the TASK is missing")
             run = Run.of(task, choice or parse_mechanism("multipole", own), start=from_, **chosen, **options)
         if seeds is not None and others is None:
             raise ValueError("--seeds belongs to --compare; one run has one --seed")
@@ -155,6 +172,9 @@ def train(
             workers=workers, device="cpu" if cpu else None, tensorboard=tensorboard,
             checkpoint_activations=checkpoint_activations, check_memory=check_memory,
         )  # fmt: skip
+        if resume and (before := Running.read(out)) is not None:
+            new = {"device" if name == "cpu" else name for name in _given(context)}
+            running = replace(before, hours=hours, **{n: x for n, x in vars(running).items() if n in new})
         try:
             if others is not None:
                 status = _compare(run, others, out, resume, seeds or 1, running)
@@ -165,6 +185,11 @@ def train(
             raise typer.Exit(1) from None
     if status:
         raise typer.Exit(status)
+
+
+def _given(context: typer.Context) -> set[str]:
+    """The options that are on the command line."""
+    return {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
 
 
 def _present(values: dict[str, Any]) -> dict[str, Any]:

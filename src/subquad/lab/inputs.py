@@ -76,7 +76,7 @@ def _tensor(stored: dict[str, Any], name: str, path: Path) -> Tensor:
 def read_inputs(path: str | Path, prefix: str = "") -> Inputs:
     """The tensors q, k and, if there are any, v and key_mask of a safetensors file; `prefix` stands before each name.
 
-    A file of several layers names its tensors `layer0.q`, `layer0.k`, ...: then `prefix="layer0."`.
+    A file of several layers names its tensors `layer0.q`, `layer0.k`, ...: then `prefix="layer0"`.
     """
     path = Path(path)
     try:
@@ -93,6 +93,8 @@ def read_inputs(path: str | Path, prefix: str = "") -> Inputs:
         stored = load_file(path)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+    if prefix and prefix + "q" not in stored and f"{prefix}.q" in stored:
+        prefix += "."
     if missing := [prefix + name for name in ("q", "k") if prefix + name not in stored]:
         there = ", ".join(sorted(stored)[:12]) + (", ..." if len(stored) > 12 else "")
         raise ValueError(

@@ -8,6 +8,7 @@ Ainslie et al., "GQA", 2023.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
         if rotary and width % 2:
             raise ValueError(f"rotary=True turns pairs, so head_dim={width} must be even")
+        if rotary and not 0 < rotary_base < math.inf:
+            raise ValueError(f"rotary_base must be a positive number, got {rotary_base!r}")
         self.rotary, self.rotary_base = rotary, rotary_base
         self.context_dim = dim if context_dim is None else context_dim
         self.q = nn.Linear(dim, heads * width, bias=bias)

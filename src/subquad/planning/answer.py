@@ -215,8 +215,12 @@ class Plan:
         if not others:
             return f"softmax: there was nothing else to choose from; {exact} at {self.length} tokens"
         if self.time_budget is not None and any(math.isfinite(choice.seconds) for choice in others):
-            why = f"what meets the target takes longer than the budget of {self.time_budget:.3g} s"
-        elif unknown := [choice for choice in others if choice.unjudged and choice.error <= self.target_error]:
+            return (
+                f"nothing: what reaches error {self.target_error:g} at {self.length} tokens takes longer than the "
+                f"budget of {self.time_budget:.3g} s, the fastest {min(choice.seconds for choice in others):.3g} s, "
+                f"softmax {exact}"
+            )
+        if unknown := [choice for choice in others if choice.unjudged and choice.error <= self.target_error]:
             why = f"{unknown[0].label} may, but {self.tokens} tokens are too few to see how its error grows"
         else:
             nearest = min(others, key=lambda choice: max(choice.error, choice.high))

@@ -293,6 +293,7 @@ def plan(
             raise ValueError(f"{argument} must be a positive number, got {value!r}")
     length = k.shape[2] if length is None else length
     checks.check_positive("length", length)
+    checks.check_positive("seed", seed, least=0)
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
         mechanisms = list(mechanisms)
     rows = ladders(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])

@@ -65,7 +65,8 @@ def _sounds(hub: HubName, split: str) -> tuple[Rows, str]:
 
 def _hub_recordings(hub: HubName, split: str) -> tuple[Recording, ...]:
     rows = open_rows(hub, split)
-    label = choose_column(hub, rows.table, hub.label, "label", ("text", "sentence", "transcription", "label"))
+    names = ("text", "sentence", "transcription", "label")
+    label = choose_column(hub, rows.table, hub.label, "label", names, only=False)
     said = rows.table.select_columns([label])
     found = []
     for index, row in enumerate(rows.chosen):

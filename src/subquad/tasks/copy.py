@@ -15,7 +15,7 @@ import torch
 
 from .. import checks
 from .base import UNLIMITED, Batch, Examples, Task, TaskModel
-from .heads import IGNORED, CausalModel, token_metrics
+from .heads import IGNORED, CausalModel, token_metrics, with_positions
 
 __all__ = ["Copy"]
 
@@ -62,8 +62,7 @@ class Copy(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """A decoder; learned positions get as many places as a sequence has."""
-        places = {"max_length": 2 * self.length + 1} if model.get("positions") == "learned" else {}
-        return CausalModel(self.symbols + 1, {**places, **model})
+        return CausalModel(self.symbols + 1, with_positions(model, 2 * self.length + 1))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Loss and accuracy per copied symbol."""

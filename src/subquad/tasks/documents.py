@@ -26,7 +26,7 @@ import torch
 
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
-from .heads import Classifier, collate_labelled, token_metrics
+from .heads import Classifier, collate_labelled, token_metrics, with_positions
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Documents"]
@@ -154,7 +154,7 @@ def _open_table(data: str, split: str, length: int) -> _Table:
     rows, train = open_rows(hub, split), open_rows(hub, "train").table
     if split == "valid":
         rows = replace(rows, chosen=_mixed(rows.chosen))
-    label = choose_column(hub, train, hub.label, "label", ("label", "labels", "class"))
+    label = choose_column(hub, train, hub.label, "label", ("label", "labels", "class"), only=False)
     values = tuple(sorted(train.unique(label), key=lambda value: (str(type(value)), value)))
     if len(values) < 2 or any(value is None for value in values):
         raise DataError(f"{hub}: column {label!r} holds the labels {list(values)}; expected two or more, none missing")
@@ -176,9 +176,15 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
     root = Path(folder)
     if not root.is_dir():
         raise DataError(f"data={folder!r} is no folder that exists; expected one with a folder of .txt files per label")
-    parts = {"train": root / "train", "valid": next((root / n for n in ("valid", "test") if (root / n).is_dir()), root)}
+    names = ("valid", "validation", "val", "test")
+    parts = {"train": root / "train", "valid": next((root / n for n in names if (root / n).is_dir()), root)}
     apart = parts["train"].is_dir() and parts["valid"] != root
     labels = _labels(parts["train"] if apart else root)
+    if apart and _labels(parts["valid"]) != labels:
+        raise DataError(
+            f"data={folder!r}: train has the labels {list(labels)}, {parts['valid'].name} has "
+            f"{list(_labels(parts['valid']))}; expected the same"
+        )
     if len(labels) < 2:
         raise DataError(
             f"data={folder!r} holds text files of {len(labels)} labels {list(labels)}; expected two or more folders, "
@@ -189,10 +195,14 @@ def _find(folder: str, split: str) -> tuple[tuple[str, ...], tuple[Path, ...], t
     for number, label in enumerate(labels):
         for index, path in enumerate(sorted(((parts[split] if apart else root) / label).glob("*.txt"))):
             if apart or split_of(index) == split:
+                if not path.stat().st_size:
+                    raise DataError(f"{path} is empty; remove it or give it some text")
                 paths.append(path)
                 numbers.append(number)
-    if not paths:
-        raise DataError(f"data={folder!r} holds too few files per label to keep some for validation (one in ten)")
+        if number not in numbers:
+            raise DataError(
+                f"data={folder!r} holds too few files of the label {label!r} to keep some for validation (one in ten)"
+            )
     return labels, tuple(paths), tuple(numbers)
 
 
@@ -227,8 +237,8 @@ class Documents(Task):
             raise ValueError(f"stretch={self.stretch} cuts the files of a folder; data={self.data!r} is none, name one")
         if self.stretch and self.length % self.stretch:
             raise ValueError(f"length={self.length} must be a multiple of stretch={self.stretch}")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share} must be above 0, and at most 1")
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+            raise ValueError(f"share must be a number above 0, and at most 1, got {self.share!r}")
         if self.share < 1 and not self.stretch:
             raise ValueError(f"share={self.share} is of the stretches that a document is joined from; set stretch= too")
 
@@ -260,7 +270,7 @@ class Documents(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder over bytes whose mean output is classified."""
-        return Classifier(256, self._classes(), model)
+        return Classifier(256, self._classes(), with_positions(model, self.length))
 
     def _classes(self) -> int:
         if self.data is None:

@@ -23,6 +23,7 @@ __all__ = [
     "mask_tokens",
     "perplexity",
     "token_metrics",
+    "with_positions",
 ]
 
 # Targets that do not count.
@@ -105,6 +106,15 @@ def mask_tokens(tokens: Tensor, mask_id: int, replacements: int, generator: torc
     seen = torch.where(chosen & (fate < 0.8), mask_id, tokens)
     seen = torch.where(chosen & (fate >= 0.9), random, seen)
     return {"tokens": seen, "targets": torch.where(chosen, tokens, IGNORED), "weight": chosen.sum().float()}
+
+
+def with_positions(model: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """`model`; learned positions, where it names no number of them, get as many as a sequence has.
+
+    >>> with_positions({"positions": "learned"}, 64)
+    {'max_length': 64, 'positions': 'learned'}
+    """
+    return {"max_length": length, **model} if model.get("positions") == "learned" else dict(model)
 
 
 def token_metrics(totals: Mapping[str, float]) -> dict[str, float]:

@@ -134,14 +134,16 @@ def open_splits(hub: HubName, *, streaming: bool) -> tuple[Any, Any | None]:
     return splits[train], None if valid is None else splits[valid]
 
 
-def choose_column(hub: HubName, data: Any, wanted: str | None, field: str, names: Sequence[str]) -> str:
-    """The column called `wanted`; if that is None the first of the usual `names`, or the only one there is."""
+def choose_column(
+    hub: HubName, data: Any, wanted: str | None, field: str, names: Sequence[str], *, only: bool = True
+) -> str:
+    """The column called `wanted`; if that is None the first of the usual `names`, or with `only` the only one."""
     columns = list(data.column_names or [])
     if wanted is not None:
         if columns and wanted not in columns:
             raise DataError(f"{hub} has no column {wanted!r}; it has {columns}{checks.nearest(wanted, columns)}")
         return wanted
-    found = next((name for name in names if name in columns), columns[0] if len(columns) == 1 else None)
+    found = next((name for name in names if name in columns), columns[0] if only and len(columns) == 1 else None)
     if found is None:
         raise DataError(f"{hub} has the columns {columns}; say which one to read with :{field}=NAME")
     return found

@@ -113,7 +113,12 @@ class _Pictures:
 
     def add(self, picture: Any, where: object) -> None:
         """A PIL image: grey or in colour."""
-        image = np.asarray(picture.convert("L" if picture.mode in ("1", "L", "I;16") else "RGB"))
+        if picture.mode.startswith("I;16"):
+            image = (np.asarray(picture) // 257).astype(np.uint8)  # `convert` would clip at 255
+        elif picture.mode in ("I", "F"):
+            raise DataError(f"{where} has 32 bits per pixel, of an unknown range; expected 8 or 16")
+        else:
+            image = np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA", "La") else "RGB"))
         image = image[..., None] if image.ndim == 2 else image
         if self.images and image.shape != self.images[0].shape:
             raise DataError(
@@ -138,10 +143,15 @@ def _hub_images(data: str, split: str) -> np.ndarray:
 
 
 def _pictures(folder: Path, split: str) -> np.ndarray | None:
-    """Every picture below the folder; `train` and `test` (or `valid`) folders are the split, else one in ten is."""
-    part = next(
-        (p for p in ((folder / n) for n in ([split] if split == "train" else ["valid", "test"])) if p.is_dir()), None
-    )
+    """Every picture below the folder; its folders `train` and `valid` are the split, without them one in ten is."""
+    names = {"train": ("train",), "valid": ("valid", "validation", "val", "test")}
+    parts = {kind: next((folder / n for n in some if (folder / n).is_dir()), None) for kind, some in names.items()}
+    part = parts[split]
+    if part is None and any(parts.values()):
+        raise DataError(
+            f"{folder} has a folder {next(p for p in parts.values() if p).name!r} and none to {split} on; expected "
+            "train and valid (or validation, val, test), or neither: then one picture in ten is for validation"
+        )
     paths = sorted(p for p in (part or folder).rglob("*") if p.is_file())
     if not any(p.suffix.lower() in _PICTURES for p in paths):
         return None
@@ -157,7 +167,9 @@ def _pictures(folder: Path, split: str) -> np.ndarray | None:
             raise DataError(
                 f"{path} cannot be read as a picture ({error}); expected pictures only below {folder}"
             ) from None
-    return np.stack(found.images) if found.images else None
+    if not found.images:
+        raise DataError(f"{folder} holds {len(paths)} pictures, too few to keep one in ten for validation")
+    return np.stack(found.images)
 
 
 @lru_cache(maxsize=4)

@@ -23,6 +23,7 @@ from .. import checks
 from ..features.precision import full_precision, widened
 from ..nn.models import TransformerEncoder
 from .base import UNLIMITED, Batch, DataError, Examples, Progress, Task, TaskModel, generator_for
+from .heads import with_positions
 from .image_files import draw_digit, read_images, write_grid
 from .logistics import log_probability, parameters_per_pixel, sample_values
 
@@ -158,7 +159,8 @@ class Images(Task):
         if height != width or height % self.size:
             raise DataError(
                 f"size={self.size} does not fit the images in {self.data!r}, which are {height} x {width}; expected "
-                f"square ones and a divisor of their side, for example size={height // 2}"
+                f"square ones and a divisor of their side"
+                + (f": one of {[n for n in range(1, height + 1) if not height % n]}" if height == width else "")
             )
         return self.size, self.size, channels
 
@@ -177,8 +179,7 @@ class Images(Task):
 
     def build(self, model: Mapping[str, Any]) -> ImageModel:
         """Learned positions get one place per value."""
-        places = {"max_length": math.prod(self.shape())} if model.get("positions") == "learned" else {}
-        return ImageModel(self.components, {**places, **model})
+        return ImageModel(self.components, with_positions(model, math.prod(self.shape())))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Nats and bits per dimension; a uniform guess has 8 bits."""

@@ -19,7 +19,7 @@ import torch
 
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel
-from .heads import Classifier, collate_labelled, token_metrics
+from .heads import Classifier, collate_labelled, token_metrics, with_positions
 
 __all__ = ["Listops", "evaluate"]
 
@@ -98,7 +98,6 @@ class _Generated:
 @dataclass(frozen=True)
 class _Read:
     rows: tuple[tuple[tuple[int, ...], int], ...]
-    length: int
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,10 +105,13 @@ class _Read:
     def item(self, index: int, generator: torch.Generator) -> Batch:
         tokens, label = self.rows[index]
         return {
-            "tokens": torch.tensor(tokens[: self.length]),
+            "tokens": torch.tensor(tokens),
             "label": torch.tensor(label),
             "weight": torch.tensor(1.0),
         }
+
+
+_VALUES = tuple(str(value) for value in range(CLASSES))
 
 
 @lru_cache(maxsize=2)
@@ -119,7 +121,7 @@ def _read(path: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
         for number, row in enumerate(csv.reader(file, delimiter="\t"), 1):
             if number == 1 and row and row[0] == "Source":
                 continue
-            if len(row) != 2 or not row[1].strip().isdigit() or int(row[1]) >= CLASSES:
+            if len(row) != 2 or row[1].strip() not in _VALUES or not row[0].strip():
                 raise DataError(f"{path}, line {number}: expected an expression, a tab and a digit, got {row!r:.80}")
             symbols = [_SAME.get(s, s) for s in row[0].split() if s not in ("(", ")")]
             if odd := next((s for s in symbols if s not in _IDS), None):
@@ -159,7 +161,14 @@ class Listops(Task):
             raise DataError(
                 f"data={self.data!r} holds no {path.name}; expected the files of the benchmark, columns Source, Target"
             )
-        return _Read(_read(path), self.length)
+        rows = _read(path)
+        longest = max(len(tokens) for tokens, _ in rows)
+        if longest > self.length:
+            raise DataError(
+                f"{path} has an expression of {longest} symbols, and length={self.length}: cut, it would have another "
+                f"value. Use --set length={longest}"
+            )
+        return _Read(rows)
 
     def collate(self, items: Sequence[Batch]) -> Batch:
         """Expressions of different lengths, padded at the end."""
@@ -167,7 +176,7 @@ class Listops(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder whose mean output is classified."""
-        return Classifier(len(SYMBOLS), CLASSES, model)
+        return Classifier(len(SYMBOLS), CLASSES, with_positions(model, self.length))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Loss and accuracy."""

@@ -21,7 +21,7 @@ import torch
 from .. import checks
 from .. import state as states
 from .base import UNLIMITED, Batch, Examples, Progress, Task, TaskModel
-from .heads import IGNORED, CausalModel, token_metrics
+from .heads import IGNORED, CausalModel, token_metrics, with_positions
 
 __all__ = ["Recall", "RecallModel", "state_bytes"]
 
@@ -136,8 +136,7 @@ class Recall(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """A decoder; learned positions get as many places as a sequence has."""
-        places = {"max_length": self.length} if model.get("positions") == "learned" else {}
-        return RecallModel(self.vocab, _counts(self.pairs), {**places, **model})
+        return RecallModel(self.vocab, _counts(self.pairs), with_positions(model, self.length))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Loss and accuracy per answer, and the accuracy by the number of pairs."""

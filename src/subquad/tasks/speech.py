@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -204,9 +205,14 @@ class _Utterances:
             chosen = self.recordings[index]
             symbols, wave = [self.units.index(letter) + 1 for letter in chosen.text], read_wav(chosen.path, rate)
         frames = log_mel(wave, rate, self.task.bins)
-        if (len(frames) - 1) // self.task.stride + 1 < len(symbols):
+        # CTC needs a frame per symbol, and a blank between two of the same.
+        least = len(symbols) + sum(a == b for a, b in pairwise(symbols))
+        if (len(frames) - 1) // self.task.stride + 1 < least:
+            where = "an utterance" if self._strung else str(self.recordings[index].path)
+            how = f"lower stride={self.task.stride}" if self.task.stride > 1 else "leave it out, or correct its text"
             raise DataError(
-                f"an utterance of {len(symbols)} symbols has only {len(frames)} frames; lower stride={self.task.stride}"
+                f"{where}: {len(symbols)} symbols need {least} frames, and it has {len(frames)} (every "
+                f"{self.task.stride} of them is used); {how}"
             )
         return {"frames": frames, "symbols": torch.tensor(symbols), "weight": torch.tensor(1.0)}
 

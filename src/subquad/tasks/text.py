@@ -20,7 +20,7 @@ from .. import checks
 from ..files import replacing
 from ..nn.generation import stream
 from .base import Batch, DataError, Examples, Progress, Task, TaskModel
-from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics
+from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics, with_positions
 from .hub import HubName, is_hub
 from .token_file import TokenFile
 from .token_stream import TokenStream
@@ -133,7 +133,8 @@ class Text(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """A decoder over the bytes, or an encoder over the bytes and a mask token."""
-        vocab = (self.vocab or 256) if is_hub(self.data) else self._file().vocab
+        # Without the file: a trained model can be used where its data is not.
+        vocab, model = self.vocab or 256, with_positions(model, self.length)
         return MaskedModel(vocab + 1, model) if self.masked else CausalModel(vocab, model)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
@@ -150,8 +151,12 @@ class Text(Task):
         generator = torch.Generator().manual_seed(seed)
         device = next(model.parameters()).device
         written = prompt[0].tolist()
-        for token in stream(model.backbone.cpu(), prompt, SAMPLED, temperature=0.8, generator=generator):
-            progress("sampling", len(written) - prompt.shape[1], SAMPLED)
+        config = model.backbone.config
+        count = min(SAMPLED, config.max_length - len(written)) if config.positions == "learned" else SAMPLED
+        if count < 1:
+            return {}
+        for token in stream(model.backbone.cpu(), prompt, count, temperature=0.8, generator=generator):
+            progress("sampling", len(written) - prompt.shape[1], count)
             written.append(int(token))
         model.backbone.to(device)
         with replacing(folder / "sample.txt") as draft:

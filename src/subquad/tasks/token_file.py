@@ -73,7 +73,7 @@ class TokenFile:
 
     def window(self, begin: int, length: int) -> Tensor:
         """`length` tokens (int64) from position `begin` on."""
-        window = torch.from_numpy(np.asarray(self.tokens[begin : begin + length], dtype=np.int64))
+        window = torch.from_numpy(np.array(self.tokens[begin : begin + length], dtype=np.int64))
         if self.path.suffix == ".npy" and len(window):
             least, most = int(window.min()), int(window.max())
             if least < 0 or most >= self.vocab:

@@ -156,7 +156,13 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, An
             f"the checkpoint file {path / 'state.json'} cannot be read ({error}); remove the folder {path.name} to go "
             "on from the checkpoint before it"
         ) from None
-    version = state.get("version")
+    known = state if isinstance(state, dict) else {}
+    if missing := [name for name in ("version", "step", "metrics", "rng") if name not in known]:
+        raise ValueError(
+            f"the checkpoint file {path / 'state.json'} is damaged: it has no {missing[0]!r}; remove the folder "
+            f"{path.name} to go on from the checkpoint before it"
+        )
+    version = state["version"]
     if version != CHECKPOINT_VERSION:
         raise ValueError(
             f"the checkpoint {path} has version {version!r}, this subquad reads version {CHECKPOINT_VERSION}"

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["label_of", "parse_mechanism", "parse_pairs", "parse_value"]
+__all__ = ["label_of", "parse_mechanism", "parse_pairs", "parse_value", "split_mechanisms"]
+
+
+_CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def parse_value(text: str) -> Any:
-    """JSON where it is JSON, else the text itself.
+    """JSON or a Python constant where it is one, else the text itself.
 
-    >>> parse_value("64"), parse_value("true"), parse_value("relu"), parse_value("1e-3")
-    (64, True, 'relu', 0.001)
+    >>> parse_value("64"), parse_value("true"), parse_value("False"), parse_value("relu"), parse_value("1e-3")
+    (64, True, False, 'relu', 0.001)
     """
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     try:
         return json.loads(text)
     except ValueError:
@@ -51,13 +57,31 @@ def parse_mechanism(text: str, options: dict[str, Any] | None = None) -> Any:
         try:
             choice = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"--mechanism {text!r} is not JSON ({error})") from None
+            raise ValueError(f"{text!r} is not JSON ({error}); expected a mechanism, or a list per layer") from None
+        if not choice:
+            raise ValueError(f"{text!r} names no mechanism")
         if options and not isinstance(choice, dict):
             raise ValueError(f"--option belongs to one mechanism; write {sorted(options)} into the entries of the list")
         return {**choice, **options} if options else choice
-    name, *pairs = text.split(":")
+    name, *pairs = text.strip().split(":")
     inside = {**parse_pairs("--mechanism", pairs), **options}
     return {"mechanism": name, **inside} if inside else name
+
+
+def split_mechanisms(text: str) -> list[str]:
+    """The mechanisms of a list with commas; those inside of JSON separate nothing.
+
+    >>> split_mechanisms('softmax, {"mechanism": "lsh", "rounds": 2},linear')
+    ['softmax', '{"mechanism": "lsh", "rounds": 2}', 'linear']
+    """
+    parts, depth = [""], 0
+    for letter in text:
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(letter, 0)
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def label_of(choice: Any) -> str:
@@ -69,7 +93,9 @@ def label_of(choice: Any) -> str:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, list):
-        return "+".join(label_of(one) for one in choice)
+        whole = "+".join(label_of(one) for one in choice)
+        # Folders have names of 255 letters at most.
+        return whole if len(whole) <= 120 else f"{whole[:100]}-{zlib.crc32(whole.encode()):08x}"
     options = [
         f"{name}{value if not isinstance(value, dict) else label_of(value)}"
         for name, value in choice.items()

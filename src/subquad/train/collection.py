@@ -20,7 +20,14 @@ def summary(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     run = Run.read(folder)
     path = folder / "result.json"
-    result = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"status": "unfinished"}
+    result: Any = {"status": "unfinished"}
+    if path.is_file():
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read as JSON ({error}); resume the run to write it again") from None
+        if not isinstance(result, dict):
+            raise ValueError(f"{path} must hold a JSON object, got {type(result).__name__}")
     records = read_records(folder / "metrics.jsonl")
     kept = ("status", "step", "parameters", "seconds", "training_seconds", "tokens_per_second", "metrics", "artefacts")
     return {
@@ -45,7 +52,7 @@ def collect(folders: Sequence[str | Path]) -> dict[str, Any]:
 
     Each is named by its mechanism, and by what else tells it from another with the same.
     """
-    found = [summary(folder) for folder in folders]
+    found = [summary(folder) for folder in {Path(folder).resolve(): folder for folder in folders}.values()]
     tasks = sorted({one["run"]["task"] for one in found})
     if len(tasks) != 1:
         raise ValueError(f"runs of one task can be drawn together, got {tasks or 'none'}; name folders with a run.json")
@@ -110,9 +117,12 @@ def comparison_rows(result: Mapping[str, Any]) -> list[list[str]]:
     rows = [["mechanism", *names, "parameters", "seconds", "tokens/s", ""]]
     for label, runs in result["runs"].items():
         figures = [figure_of(_values(runs, name)) for name in names]
-        seconds, rate = (sum(one[key] for one in runs) / len(runs) for key in ("training_seconds", "tokens_per_second"))
+        # What is not known of an unfinished run is 0 there.
+        known = [[one[key] for one in runs if one[key]] for key in ("training_seconds", "tokens_per_second")]
+        means = [f"{sum(values) / len(values):.0f}" if values else "-" for values in known]
+        parameters = max(one["parameters"] for one in runs) or "-"
         states = sorted({one["status"] for one in runs} - {"finished"})
-        rows.append([label, *figures, str(runs[0]["parameters"]), f"{seconds:.0f}", f"{rate:.0f}", ", ".join(states)])
+        rows.append([label, *figures, str(parameters), *means, ", ".join(states)])
     return rows
 
 

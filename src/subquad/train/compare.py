@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..files import write_json
 from ..lab.measure import machine
-from ..tasks.base import Progress
+from ..tasks.base import Progress, SequentialExamples, generator_for
 from .choices import label_of
 from .collection import mark_best, summary
 from .curves import draw_page
@@ -28,7 +30,10 @@ def read_plan(folder: Path) -> tuple[Run, list[Any], int] | None:
     if not path.is_file():
         return None
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))["plan"]
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if "plan" not in found:  # a page of runs that were drawn together
+            return None
+        plan = found["plan"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); the comparison cannot be resumed from it") from None
     return Run.from_dict(plan["run"]), plan["mechanisms"], plan["seeds"]
@@ -66,14 +71,26 @@ def compare(
             place = folder / label if seeds == 1 else folder / label / f"seed-{seed}"
             plan.append((label, place, replace(run, model=model, settings=settings)))
     begun = [place for _, place, _ in plan if (place / "run.json").is_file()]
-    if resume and not begun and read_plan(folder) is None:
+    known = read_plan(folder)
+    if not resume and (begun or known is not None):
+        where = begun[0] if begun else folder
+        raise ValueError(f"{str(where)!r} holds a run already; say --resume to continue, or give another --out")
+    if resume and not begun and known is None:
         raise ValueError(nothing_to_resume(folder))
-    if not resume and begun:
-        raise ValueError(f"{str(begun[0])!r} holds a run already; say --resume to continue, or give another --out")
-    # All of them before the first: a wrong name in the fifth must not cost the time of four.
+    # Before anything is written, and all of them before the first: a wrong name in the fifth must not cost the time of
+    # four.
+    if known is not None and (seeds != known[2] or any(one not in mechanisms for one in known[1])):
+        raise ValueError(
+            f"{str(folder)!r} holds a comparison of {known[1]} with seeds={known[2]}, not of {list(mechanisms)} with "
+            f"seeds={seeds}; nothing was changed. Mechanisms may be added to those that are there; train what else "
+            "differs with another --out, and draw all of them together with --draw"
+        )
+    for _, place, one in plan:
+        if place in begun:
+            one.check_same(place)
     for _, _, one in plan:
         if one.settings.seed == first:
-            one.build()
+            _try(one)
     result: dict[str, Any] = {
         "task": run.task.name, "metric": run.task.metric, "larger_is_better": run.task.larger_is_better,
         "machine": machine(), "plan": {"run": run.to_dict(), "mechanisms": list(mechanisms), "seeds": seeds},
@@ -81,6 +98,7 @@ def compare(
     }  # fmt: skip
     if is_first_process():
         write_json(folder / "comparison.json", result)
+        (running or Running()).write(folder)
     for label, place, one in plan:
         outcome = train(
             one,
@@ -100,6 +118,17 @@ def compare(
         if outcome.status == "interrupted":
             break
     return result
+
+
+def _try(run: Run) -> None:
+    """One example through the model, so that a mechanism that does not fit says so."""
+    model, examples = run.build().eval(), run.task.examples("train")
+    if isinstance(examples, SequentialExamples):  # a stream has no first example to look at without reading on
+        return
+    batch = run.task.collate([examples.item(0, generator_for("train", run.settings.seed, 0))])
+    model.calibrate(batch)
+    with torch.no_grad():
+        model(batch)
 
 
 def _labelled(on_log: Progress, label: str) -> Progress:

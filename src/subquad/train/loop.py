@@ -8,11 +8,12 @@ are in, so the numbers of processes and of accumulated parts change rounding and
 from __future__ import annotations
 
 import math
+import shlex
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..features.seeded import mix
-from ..files import write_json
+from ..files import locked, write_json
 from ..nn.schedule import RedrawSchedule
+from ..plain_text import first_line
 from ..tasks.base import Batch, Progress, SequentialExamples, TaskModel
 from . import checkpoint
 from .clock import Clock, paced
@@ -36,7 +38,7 @@ from .rng import restore_rng, rng_state, seed_all
 from .run import Run
 from .settings import Running, learning_rate
 from .snapshot import Snapshot
-from .start import take_weights
+from .start import check_same_model, take_weights
 
 __all__ = ["Outcome", "train"]
 
@@ -150,8 +152,9 @@ class _Training:
         module = self.run.build()
         if self.run.start is not None and not checkpoint.latest(self.folder / "checkpoints"):
             source = Path(self.run.start)
-            theirs = Run.read(source.parent.parent).to_dict()["model"]["mechanism"]
-            take_weights(module, source, same_mechanism=theirs == self.run.to_dict()["model"]["mechanism"])
+            theirs, mine = (one.to_dict()["model"] for one in (Run.read(source.parent.parent), self.run))
+            check_same_model(theirs, mine, source)
+            take_weights(module, source, same_mechanism=theirs["mechanism"] == mine["mechanism"])
         parameters = sum(p.numel() for p in module.parameters())
         if self.running.checkpoint_activations:
             backbone = getattr(module, "backbone", None)
@@ -160,9 +163,15 @@ class _Training:
             backbone.checkpoint_activations()  # type: ignore[union-attr]
         module.to(self.workers.device)
         self._prepare_module(module)
-        if self.workers.is_main:
-            self.run.claim(self.folder, resume=resume)
-        self.workers.wait()
+        with ExitStack() as held:
+            if self.workers.is_main:
+                self.run.claim(self.folder, resume=resume)
+                held.enter_context(locked(self.folder))
+                self.running.write(self.folder)
+            self.workers.wait()
+            return self._claimed(module, parameters, resume)
+
+    def _claimed(self, module: TaskModel, parameters: int, resume: bool) -> Outcome:
         self.model, self.optimizer = self.workers.prepare(module, make_optimizer(module, self.settings))
         self.redraw = RedrawSchedule(module, self.settings.redraw_every) if self.settings.redraw_every else None
         self.snapshot = Snapshot(self.folder / "checkpoints", module, self.model, self.optimizer, self.workers)
@@ -272,7 +281,7 @@ class _Training:
             if step % running.save_every == 0 or last or caught:
                 self._save(step)
             if caught and step < settings.steps:
-                return "interrupted", step, f"interrupted after step {step}; resume it with --resume"
+                return "interrupted", step, f"interrupted after step {step}; {self._again()}"
         if over:
             return "stopped", step, f"stopped after step {step}: its time of {running.hours:g} hours is up"
         return "finished", step, ""
@@ -328,6 +337,9 @@ class _Training:
             f"{self.settings.clip:g})"
         )
 
+    def _again(self) -> str:
+        return f"go on with: subquad train --resume --out {shlex.quote(str(self.folder))}"
+
     def _headline(self) -> str:
         name = self.run.task.metric
         return f", valid {name} {self.metrics[name]:.4f}" if name in self.metrics else ""
@@ -359,7 +371,10 @@ class _Training:
         artefacts: dict[str, Any] = {}
         if status in ("finished", "stopped") and self.workers.is_main and not self.workers.sharded:
             progress = paced(self.on_log, at_once=True)
-            artefacts = self.run.task.finish(module.eval(), self.folder, self.settings.seed, progress)
+            try:
+                artefacts = self.run.task.finish(module.eval(), self.folder, self.settings.seed, progress)
+            except (ValueError, RuntimeError) as error:  # samples are worth less than what was trained
+                artefacts = {"failed": f"samples of the trained model: {first_line(error)}"}
         clock = self.clock
         outcome = Outcome(
             status, step, self.metrics, artefacts, parameters, clock.seconds, clock.training,

@@ -14,15 +14,17 @@ __all__ = ["Records", "read_records"]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file; a last line that a killed run left half-written is dropped."""
+    """The records of a metrics file; a line that is none, as a killed run may leave at the end, is dropped."""
     if not path.is_file():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
-            break
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("kind"), str):
+            found.append(record)
     return found
 
 
@@ -32,7 +34,7 @@ class Records:
     def __init__(self, folder: Path, step: int, *, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"
         # A run that starts over at step 0 says again what it says before its first step.
-        kept = [record for record in read_records(self.path) if 0 < record["step"] <= step]
+        kept = [record for record in read_records(self.path) if step and record["step"] <= step]
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self.file = self.path.open("a", encoding="utf-8")
         self.board: Any = None

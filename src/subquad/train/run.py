@@ -19,6 +19,12 @@ from .start import source_checkpoint
 __all__ = ["RUN_VERSION", "Run", "differences", "load_trained", "nothing_to_resume"]
 
 RUN_VERSION = 1
+# Fields of a model's config that something else says.
+_NOT_FIELDS = {
+    "mechanism": "name it with --mechanism",
+    "kind": "it follows from the task",
+    "vocab": "it follows from the task's data",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,12 @@ class Run:
             raise TypeError(
                 f"options {sorted(options)} belong to a task's name; {type(task).__name__} has its own already"
             )
+        given = dict(model or {})
+        if given.get("mechanism") == mechanism:  # the model of another run
+            del given["mechanism"]
+        for field, how in _NOT_FIELDS.items():
+            if field in given:
+                raise ValueError(f"model: {field}={given[field]!r} is not taken there; {how}")
         made = get_task(task).from_options(options) if isinstance(task, str) else task
         chosen = Settings.from_dict({**made.training, **(settings or {})})
         # A seed for the mechanisms: without one they would take it from torch's generator, and resume with another.
@@ -78,6 +90,8 @@ class Run:
         """What `to_dict` gave."""
         if data.get("version") != RUN_VERSION:
             raise ValueError(f"the run has version {data.get('version')!r}, this subquad reads version {RUN_VERSION}")
+        if missing := [name for name in ("task", "options", "model", "settings") if name not in data]:
+            raise ValueError(f"the run has no {missing[0]!r}: its run.json is damaged")
         task = get_task(data["task"]).from_options(data["options"])
         return cls(task, dict(data["model"]), Settings.from_dict(data["settings"]), data.get("start"))
 
@@ -127,15 +141,8 @@ class Run:
         `resume` needs a run there: one that starts anew because of a mistyped folder is noticed hours later.
         """
         path = folder / "run.json"
-        mine = json.loads(json.dumps(self.to_dict()))
         if path.is_file():
-            theirs = json.loads(json.dumps(Run.read(folder).to_dict()))  # with defaults of settings it has not heard of
-            wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in differences(theirs, mine)]
-            if wrong:
-                raise ValueError(
-                    f"{str(folder)!r} holds a run with another configuration, nothing was changed: {'; '.join(wrong)}. "
-                    "Use the same options to resume it, or another --out for a new run"
-                )
+            self.check_same(folder)
             if not resume:
                 raise ValueError(
                     f"{str(folder)!r} holds this run already, nothing was changed; say --resume to continue it, or "
@@ -148,7 +155,20 @@ class Run:
             )
         if resume:
             raise ValueError(nothing_to_resume(folder))
-        write_json(path, mine)
+        write_json(path, self.to_dict())
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse to go on with the run in `folder` if it is not this one. Its data may have moved."""
+        mine = json.loads(json.dumps(self.to_dict()))
+        theirs = json.loads(json.dumps(Run.read(folder).to_dict()))  # with defaults of settings it has not heard of
+        found = [one for one in differences(theirs, mine) if one[0] != "options.data" or None in one[1:]]
+        wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in found]
+        if wrong:
+            raise ValueError(
+                f"{str(folder)!r} holds a run with another configuration, nothing was changed: {'; '.join(wrong)}. "
+                "Use the same options to resume it, or another --out for a new run, which may begin with its weights "
+                f"(--from {folder})"
+            )
 
 
 def nothing_to_resume(folder: Path) -> str:

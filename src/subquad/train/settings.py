@@ -6,12 +6,15 @@ depend on (how often to save, how many workers), which may change at every start
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from .. import checks
+from ..files import write_json
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Running", "Settings", "learning_rate"]
 
@@ -130,6 +133,18 @@ class Running:
                 _check_number(name, getattr(self, name), 0)
         if self.device not in (None, "cpu"):
             raise ValueError(f"device must be 'cpu', or None for the best one there is, got {self.device!r}")
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a run's folder, for whoever resumes the run; `hours` are of one start."""
+        write_json(folder / "running.json", {**asdict(self), "hours": None})
+
+    @classmethod
+    def read(cls, folder: Path) -> Running | None:
+        """What `write` kept; None where nothing was, or nothing that can be read."""
+        try:
+            return cls(**json.loads((folder / "running.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
 
 def learning_rate(settings: Settings, step: int) -> float:

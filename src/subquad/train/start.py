@@ -7,15 +7,19 @@ Choromanski et al., "Rethinking Attention with Performers", 2021, start performe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from .. import checks
 from ..mechanisms import Mechanism
+from ..nn.config import ModelConfig
 from . import checkpoint
 
-__all__ = ["source_checkpoint", "take_weights"]
+__all__ = ["check_same_model", "source_checkpoint", "take_weights"]
 
 
 def source_checkpoint(start: str | Path) -> Path:
@@ -31,6 +35,19 @@ def source_checkpoint(start: str | Path) -> Path:
             "checkpoints (--from runs/text-softmax)"
         )
     return newest
+
+
+def check_same_model(theirs: Mapping[str, Any], mine: Mapping[str, Any], source: Path) -> None:
+    """Refuse weights of a model that is another one but for its mechanism, also where all shapes agree."""
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    names = sorted({*theirs, *mine} - {"mechanism", "seed", "dropout"})
+    pairs = [(name, *(x.get(name, defaults.get(name)) for x in (theirs, mine))) for name in names]
+    wrong = [f"{name} is {there!r} there, {here!r} here" for name, there, here in pairs if there != here]
+    if wrong:
+        raise ValueError(
+            f"--from {source}: its model is another one, nothing was loaded: {'; '.join(wrong)}; only the mechanism "
+            "may differ"
+        )
 
 
 def take_weights(module: nn.Module, source: Path, *, same_mechanism: bool) -> None:
