@@ -228,7 +228,7 @@ EXPERIMENTS = (
         claim="speech, 400 to 2400 frames: linear is within 20 % of softmax and faster; BiLSTM is worse",
         task="speech",
         data="fsdd/recordings",
-        options={"fewest": 8, "digits": 40, "stride": 1},
+        options={"fewest": 8, "digits": 40, "stride": 1, "nearby": 0},
         rows={
             "softmax": Row("softmax"),
             "linear": Row("linear"),

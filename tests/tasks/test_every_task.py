@@ -27,7 +27,7 @@ VARIANTS = [
     *SMALL.items(),
     ("text", {"length": 24, "masked": True}),
     ("protein", {"length": 40, "causal": True}),
-    ("speech", {**SMALL["speech"], "nearby": 2}),
+    ("speech", {**SMALL["speech"], "nearby": 0}),
 ]
 
 

@@ -233,7 +233,7 @@ class Speech(Task):
     fewest: int = 5
     bins: int = 40
     stride: int = 4
-    nearby: int = 0
+    nearby: int = 2
 
     def __post_init__(self) -> None:
         for name in ("digits", "fewest", "bins", "stride"):
