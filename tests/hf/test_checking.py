@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import subquad as sq
 from subquad.hf import convert
 from subquad.hf.conversion.attending import Converted
-from subquad.hf.conversion.interface import Call
+from subquad.hf.conversion.interface import AttentionCall
 from subquad.hf.conversion.layers import find_layers
 from subquad.hf.conversion.trials import make_trials
 
@@ -89,6 +89,9 @@ def test_packed_sequences_are_each_alone() -> None:
     q, k, v = torch.randn(3, 1, 4, 12, 8)
     layer = find_layers(bert)[0]
     starts = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
-    calls = [Call(q, k, v, blocks, {}), Call(q, k, v, None, {"cu_seq_lens_q": starts, "is_causal": False})]
+    calls = [
+        AttentionCall(q, k, v, blocks, {}),
+        AttentionCall(q, k, v, None, {"cu_seq_lens_q": starts, "is_causal": False}),
+    ]
     one, other = (layer.module.config.attend(layer.module, call) for call in calls)
     torch.testing.assert_close(one, other)

@@ -404,8 +404,8 @@ def test_messages_name_the_layer() -> None:
 
 
 def attend(model: Any, layer: Any, mask: Tensor) -> Tensor:
-    from subquad.hf.conversion.interface import Call
+    from subquad.hf.conversion.interface import AttentionCall
 
     q, k, v = torch.randn(3, 2, 4, 17, 8)
-    out: Tensor = layer.module.config.attend(layer.module, Call(q, k, v, mask, {}))
+    out: Tensor = layer.module.config.attend(layer.module, AttentionCall(q, k, v, mask, {}))
     return out

@@ -21,11 +21,11 @@ from .attention import MultiheadAttention, reset_linear
 from .config import ModelConfig
 from .positions import Rotation
 
-__all__ = ["Block", "Branch", "Call", "FeedForward", "make_norm"]
+__all__ = ["Block", "BlockInputs", "Branch", "FeedForward", "make_norm"]
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockInputs:
     """What all blocks of one call share: masks (B, L) bool, the rotation, and the memory (B, S, dim) with its mask."""
 
     is_causal: bool = False
@@ -85,7 +85,7 @@ class Block(nn.Module):
 
     >>> import torch, subquad as sq
     >>> config = ModelConfig(kind="encoder", layers=1, heads=2, dim=16, mechanism="linear", positions="none")
-    >>> Block(config, sq.create("linear", head_dim=8))(torch.randn(2, 5, 16), Call()).shape
+    >>> Block(config, sq.create("linear", head_dim=8))(torch.randn(2, 5, 16), BlockInputs()).shape
     torch.Size([2, 5, 16])
     """
 
@@ -108,17 +108,17 @@ class Block(nn.Module):
         branches.append(Branch(self.feed_norm, self.feed, (self.feed_norm, self.feed)))
         return branches
 
-    def _attend(self, x: Tensor, call: Call) -> Tensor:
+    def _attend(self, x: Tensor, call: BlockInputs) -> Tensor:
         out: Tensor = self.attention(x, is_causal=call.is_causal, key_mask=call.key_mask, rotation=call.rotation)
         return out
 
-    def _read(self, x: Tensor, call: Call) -> Tensor:
+    def _read(self, x: Tensor, call: BlockInputs) -> Tensor:
         assert self.cross is not None
         # Not the query mask: a query of a mechanism that reads a memory depends on no other query.
         out: Tensor = self.cross(x, call.memory, key_mask=call.memory_mask)
         return out
 
-    def branches(self, call: Call) -> list[Branch]:
+    def branches(self, call: BlockInputs) -> list[Branch]:
         """The branches for whole sequences, in order."""
         return self._branches(partial(self._attend, call=call), partial(self._read, call=call))
 
@@ -133,11 +133,11 @@ class Block(nn.Module):
             x = added if self.pre_norm else branch.norm(added)
         return x
 
-    def forward(self, x: Tensor, call: Call) -> Tensor:
+    def forward(self, x: Tensor, call: BlockInputs) -> Tensor:
         """x (B, L, dim) -> (B, L, dim)."""
         return self._run(x, self.branches(call))
 
-    def scan(self, x: Any, call: Call, state: Any, memory_state: Any, *, reversible: bool) -> tuple[Any, Any]:
+    def scan(self, x: Any, call: BlockInputs, state: Any, memory_state: Any, *, reversible: bool) -> tuple[Any, Any]:
         """Consume further tokens; `state` is the mechanism's own. x is a tensor, or the pair of reversible blocks."""
         after = state
 

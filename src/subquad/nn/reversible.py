@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..kernels.checkpointing import tracing
-from .blocks import Block, Branch, Call
+from .blocks import Block, BlockInputs, Branch
 from .recomputing import Unchanged
 
 __all__ = ["run_reversible"]
@@ -57,7 +57,7 @@ class _Autocast:
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.enabled) if self.known else nullcontext()
 
 
-def _steps(blocks: Sequence[Block], call: Call) -> Steps:
+def _steps(blocks: Sequence[Block], call: BlockInputs) -> Steps:
     return [(block, branch) for block in blocks for branch in block.branches(call)]
 
 
@@ -68,7 +68,12 @@ def _draws(block: Block) -> bool:
 class _ReversibleStack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, blocks: Sequence[Block], call: Call, x: Tensor, memory: Tensor | None, *parameters: nn.Parameter
+        ctx: Any,
+        blocks: Sequence[Block],
+        call: BlockInputs,
+        x: Tensor,
+        memory: Tensor | None,
+        *parameters: nn.Parameter,
     ) -> Tensor:
         pair, randomness = (x, x), []
         for block, branch in _steps(blocks, call):
@@ -121,7 +126,7 @@ def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     return total + part
 
 
-def run_reversible(blocks: Sequence[Block], x: Tensor, call: Call) -> Tensor:
+def run_reversible(blocks: Sequence[Block], x: Tensor, call: BlockInputs) -> Tensor:
     """x (B, L, dim) through all blocks -> (B, L, dim); gradients are those of the plain computation.
 
     Where nothing can be rebuilt (no gradient wanted, torch.compile, torch.func) it is the plain computation.

@@ -19,7 +19,7 @@ from ..kernels.checkpointing import tracing
 from ..mechanisms import Mechanism
 from ..rollback import unused
 from .attention import MultiheadAttention, calibrating, check_sequence
-from .blocks import Block, Call, make_norm
+from .blocks import Block, BlockInputs, make_norm
 from .config import ModelConfig
 from .layer_mechanisms import draw_seed, layer_mechanisms
 from .positions import LearnedPositions, Rotation, SinusoidalPositions, checked_start, rotation_at, token_positions
@@ -235,7 +235,7 @@ class Stack(Model):
             if order is not None:
                 x, key_mask = take_tokens(x, order), key_mask.gather(1, order)
         h, rotation = self._embedded(x, token_positions(x.shape[1], key_mask, x.device, start))
-        call = Call(is_causal, key_mask, rotation, memory, memory_mask)
+        call = BlockInputs(is_causal, key_mask, rotation, memory, memory_mask)
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         kept = [h]
         if self.config.reversible:
@@ -301,7 +301,7 @@ class Stack(Model):
                 x, key_mask = take_tokens(x, order), key_mask.gather(1, order)
         positions = token_positions(x.shape[1], key_mask, x.device, before.start + before.length)
         h, rotation = self._embedded(x, positions)
-        call, reversible = Call(True, key_mask, rotation), self.config.reversible
+        call, reversible = BlockInputs(True, key_mask, rotation), self.config.reversible
         carried: Any = (h, h) if reversible else h
         passed = [h]
         if reversible:

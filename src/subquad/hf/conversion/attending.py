@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from ...mechanisms import Mechanism
 from ...nn.packing import run_packed
 from ..cache import StateLayer
-from .interface import Call, Seen, mechanism_of
+from .interface import AttentionCall, Seen, mechanism_of
 from .masks import absorbed, same_tokens, visible_after, visible_keys
 
 __all__ = ["Converted", "ConvertedLayer", "CrossLayer", "attend_seen", "joined", "unjoined"]
@@ -60,7 +60,7 @@ class ConvertedLayer(StateLayer):
         self.waiting += key_states.shape[-2]
         return super().update(key_states, value_states)
 
-    def step(self, mechanism: Mechanism, module: nn.Module, call: Call, where: str) -> Tensor:
+    def step(self, mechanism: Mechanism, module: nn.Module, call: AttentionCall, where: str) -> Tensor:
         """The state goes on over the tokens that wait: (B, Hq, L, E)."""
         length, past = call.q.shape[2], self.length - self.waiting
         if call.k.shape[2] != self.waiting or length != self.waiting:
@@ -115,7 +115,7 @@ class CrossLayer(ConvertedLayer):
         self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         return found
 
-    def step(self, mechanism: Mechanism, module: nn.Module, call: Call, where: str) -> Tensor:
+    def step(self, mechanism: Mechanism, module: nn.Module, call: AttentionCall, where: str) -> Tensor:
         """Absorb k and v if this is the first call, then read the state: (B, Hq, L, E)."""
         size = self.length
         mask = visible_keys(call.mask, call.q.shape[2], size, False, where).key_mask
@@ -128,7 +128,7 @@ class CrossLayer(ConvertedLayer):
         return mechanism.read(q, self.state, scale=call.scale).to(call.v.dtype)
 
 
-def same_dtype(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def same_dtype(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in one dtype: under autocast rotary positions leave q and k in float32 beside values in half."""
     tensors = (call.q, call.k, call.v)
     if len({x.dtype for x in tensors}) == 1:
@@ -272,7 +272,7 @@ class Converted:
 
     # -- in place of the attention function --------------------------------------------------------------------------
 
-    def __call__(self, module: nn.Module, call: Call) -> Tensor:
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """(B, L, Hq, E). Dropout of the weights is not applied: they are never formed."""
         mechanism = mechanism_of(module)
         assert mechanism is not None
@@ -299,7 +299,7 @@ class Converted:
             out = self._alone(mechanism, module, call)
         return out.transpose(1, 2).contiguous()
 
-    def _alone(self, mechanism: Mechanism, module: nn.Module, call: Call) -> Tensor:
+    def _alone(self, mechanism: Mechanism, module: nn.Module, call: AttentionCall) -> Tensor:
         """A call that sees all of its keys at once."""
         queries, keys = call.q.shape[2], call.k.shape[2]
         seen = call.seen(module, self.where, self.cross)

@@ -19,7 +19,7 @@ from ... import checks
 from ...nn.modes import evaluation_mode
 from ...nn.packing import run_packed
 from .attending import joined, unjoined
-from .interface import Attend, Call, LayerConfig, Seen, exact_config
+from .interface import Attend, AttentionCall, LayerConfig, Seen, exact_config
 from .layers import AttentionLayer, known_layers
 from .placement import device_of
 from .torch_modules import watched
@@ -134,16 +134,16 @@ def run(model: nn.Module, batch: Any) -> Any:
 class _Watch:
     """Shows a call to somebody, then lets the module attend as before."""
 
-    def __init__(self, show: Callable[[nn.Module, Call], None], inner: Attend | None) -> None:
+    def __init__(self, show: Callable[[nn.Module, AttentionCall], None], inner: Attend | None) -> None:
         self.show, self.inner = show, inner
 
-    def __call__(self, module: nn.Module, call: Call) -> Tensor:
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
         self.show(module, call)
         return call.exact(module) if self.inner is None else self.inner(module, call)
 
 
 @contextmanager
-def watching(modules: Iterable[nn.Module], show: Callable[[nn.Module, Call], None]) -> Iterator[None]:
+def watching(modules: Iterable[nn.Module], show: Callable[[nn.Module, AttentionCall], None]) -> Iterator[None]:
     """Show every attention call of these modules of transformers to `show` first."""
     before: list[tuple[Any, Any]] = [(module, module.config) for module in modules]
     for module, config in before:
@@ -199,7 +199,7 @@ def capture(
             notes[index].append(replace(one, q=one.q.detach(), k=one.k.detach(), v=one.v.detach()))
             count[index] += one.k.shape[0] * one.k.shape[2] if one.key_mask is None else int(one.key_mask.sum())
 
-    def show(module: nn.Module, call: Call) -> None:
+    def show(module: nn.Module, call: AttentionCall) -> None:
         layer = layer_of[id(module)]
         record(module, call.seen(module, f"the attention layer {layer.name!r}", layer.cross))
 

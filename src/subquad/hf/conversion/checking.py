@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels import operator
+from ...kernels.operator import Call
 from ...mechanisms import Mechanism
 from ...mechanisms.softmax import Softmax
 from .attachment import attach, detach
 from .attending import attend_seen
 from .capturing import evaluating, run, watching
-from .interface import Call
+from .interface import AttentionCall
 from .layers import AttentionLayer
 from .placement import device_of
 from .torch_modules import watched
@@ -83,7 +83,7 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     return float(gap / wanted.abs().max().clamp(min=1e-6)) if bool(torch.isfinite(gap)) else math.inf
 
 
-def _try(module: nn.Module, call: Call, look: _Look) -> Tensor | None:
+def _try(module: nn.Module, call: AttentionCall, look: _Look) -> Tensor | None:
     """One call of one layer: is it softmax attention of its queries and keys, and is it causal? Returns the mask (B, L)
     of its tokens."""
     look.calls += 1
@@ -137,7 +137,7 @@ def look(
     looks = {id(layer.module): _Look(layer) for layer in found}
     masks: dict[tuple[int, ...], Tensor] = {}
 
-    def show(module: nn.Module, call: Call) -> None:
+    def show(module: nn.Module, call: AttentionCall) -> None:
         mask = _try(module, call, looks[id(module)])
         if mask is not None:  # a padded token is one that some layer takes for padding
             known = masks.get(tuple(mask.shape))
@@ -193,16 +193,16 @@ class StandIn(Mechanism):
         # Facts of the class elsewhere, here of what it stands for.
         self.__dict__.update(recurrent=recurrent, each_query_alone=alone)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: operator.Call, *, is_causal: bool) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         return self.inner._attend(q, k, v, call, is_causal=is_causal)
 
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: operator.Call) -> tuple[Tensor, Any]:
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
         return self.inner._scan(q, k, v, state, call)
 
-    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: operator.Call) -> Any:
+    def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
         return self.inner._absorb(k, v, state, call)
 
-    def _read(self, q: Tensor, state: Any, call: operator.Call) -> Tensor:
+    def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         return self.inner._read(q, state, call)
 
 

@@ -23,7 +23,7 @@ from .masks import Visible, segments_of, visible_keys
 __all__ = [
     "IMPLEMENTATION",
     "Attend",
-    "Call",
+    "AttentionCall",
     "LayerConfig",
     "Seen",
     "exact_config",
@@ -61,12 +61,12 @@ class Seen:
 class Attend(Protocol):
     """Who attends for a module."""
 
-    def __call__(self, module: nn.Module, call: Call) -> Tensor:
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """(B, L, Hq, E), as transformers' attention functions return it."""
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """The arguments of an attention function: q (B, Hq, L, D), k (B, H, S, D), v (B, H, S, E), a mask and options."""
 
     q: Tensor
@@ -155,7 +155,7 @@ def _dispatch(
     config: Any = module.config
     if query.shape[0] == 1 < key.shape[0]:  # learned queries, the same for every row
         query = query.expand(key.shape[0], -1, -1, -1)
-    return config.attend(module, Call(query, key, value, attention_mask, options)), None
+    return config.attend(module, AttentionCall(query, key, value, attention_mask, options)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _dispatch)

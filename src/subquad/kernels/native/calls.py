@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...state import Sums
 from . import library
-from .library import DTYPES, FUNCTIONS, SEGMENT, Call, Map, check_status
+from .library import DTYPES, FUNCTIONS, SEGMENT, CallStruct, Map, check_status
 
 __all__ = [
     "NOWHERE",
@@ -47,8 +47,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _HEADER = struct.Struct("11q8if3i")
 _TENSOR = struct.Struct("P4q2i")
 _TENSORS = "q k v out dout dq dk dv near_q near_k sink_k sink_v near_dq near_dk sink_dk sink_dv token_k token_v".split()
-_PLACES = {name: getattr(Call, name).offset for name in _TENSORS}
-_MAPS = Call.map_q.offset
+_PLACES = {name: getattr(CallStruct, name).offset for name in _TENSORS}
+_MAPS = CallStruct.map_q.offset
 PACKED_SIZE = ctypes.sizeof(Map) * 2
 
 
@@ -87,7 +87,7 @@ def pack_maps(arrays: Sequence[Tensor], square: float) -> bytes:
     return bytes(maps)
 
 
-def write(call: Call, name: str, x: Tensor) -> None:
+def write(call: CallStruct, name: str, x: Tensor) -> None:
     """`x` (B, H, L, width) as the library sees it; the caller keeps `x` alive."""
     _TENSOR.pack_into(call, _PLACES[name], x.data_ptr(), *x.stride(), DTYPES[x.dtype], 0)
 
@@ -123,7 +123,7 @@ def make_call(
     tail: bool,
     *,
     maps: bytes | None = None,
-) -> Call:
+) -> CallStruct:
     """The call for the library; the caller keeps every tensor alive, and has made states, masks and gain contiguous.
 
     maps: `pack_maps(arrays, square)`, where the caller keeps it.
@@ -135,7 +135,7 @@ def make_call(
     projection = 0 if weight.numel() else 1 if norms.numel() else 2
     batch, heads_q, length, dim = far_q.shape
     heads, stored = k.shape[1], k.shape[2]
-    call = Call()
+    call = CallStruct()
     _HEADER.pack_into(
         call,
         0,

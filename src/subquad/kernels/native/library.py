@@ -19,7 +19,7 @@ __all__ = [
     "DTYPES",
     "FUNCTIONS",
     "SEGMENT",
-    "Call",
+    "CallStruct",
     "Map",
     "StridedTensor",
     "check_status",
@@ -54,7 +54,7 @@ class Map(ctypes.Structure):
     ] + [("square", _float), ("unused", _float)]
 
 
-class Call(ctypes.Structure):
+class CallStruct(ctypes.Structure):
     """Everything one call is about; csrc/call.h says what each field means."""
 
     _fields_ = [
@@ -110,12 +110,12 @@ def _find() -> tuple[Any, str]:
     if library.subquad_abi() != ABI:
         return None, another
     library.subquad_call_size.restype = library.subquad_segment.restype = _long
-    if library.subquad_call_size() != ctypes.sizeof(Call) or library.subquad_segment() != SEGMENT:
+    if library.subquad_call_size() != ctypes.sizeof(CallStruct) or library.subquad_segment() != SEGMENT:
         return None, another
     library.subquad_isa.restype = library.subquad_error.restype = ctypes.c_char_p
     for name in ("forward", "backward", "step"):
-        getattr(library, f"subquad_{name}").argtypes = [ctypes.POINTER(Call)]
-    library.subquad_project.argtypes = [ctypes.POINTER(Call), _pointer]
+        getattr(library, f"subquad_{name}").argtypes = [ctypes.POINTER(CallStruct)]
+    library.subquad_project.argtypes = [ctypes.POINTER(CallStruct), _pointer]
     library.subquad_use_gomp.argtypes = [_pointer]
     library.subquad_use_gomp.restype = None
     library.subquad_use_gomp(_torch_gomp())

@@ -15,7 +15,7 @@ from ...state import State, Tokens
 from ..map_arrays import NOTHING
 from . import library
 from .calls import NO_MASK, NO_PLACES, make_call, past_sums, sums_after, write
-from .library import Call, check_status
+from .library import CallStruct, check_status
 from .maps import NativeMap
 from .pool import new_states, states_exceed_caches
 
@@ -43,7 +43,7 @@ def linear_step(
     past, after = past_sums(state.far), new_states((*shape, width), shape, shape)
     call.non_temporal = states_exceed_caches()
     write(call, "out", out)
-    _STATES.pack_into(call, Call.s_in.offset, *(x.data_ptr() for x in (*past, *after)))
+    _STATES.pack_into(call, CallStruct.s_in.offset, *(x.data_ptr() for x in (*past, *after)))
     check_status(library.load().subquad_step(ctypes.byref(call)))
     count = state.count + (1 if key_mask is None else key_mask.sum(-1))
     return out, State(count, sums_after(state.far, *after), None, None, state.origin, None, state.scale)
@@ -90,7 +90,7 @@ def window_step(
     window_k, window_v, sink_k, sink_v = floats[-4:]
     _TAIL.pack_into(
         call,
-        Call.count.offset,
+        CallStruct.count.offset,
         state.count.data_ptr(),
         0 if key_mask is None else key_mask.data_ptr(),
         *(x.data_ptr() for x in (count, window_k, window_v, sink_k, sink_v)),
