@@ -17,7 +17,7 @@ try:
 except ImportError:  # not on Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["check_writable", "locked", "make_shared", "replacing", "write_json", "write_text"]
+__all__ = ["check_writable", "locked", "make_shared", "read_object", "replacing", "write_json", "write_text"]
 
 
 def check_writable(argument: str, path: str | os.PathLike[str], *, folder: bool = False) -> None:
@@ -110,6 +110,25 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
         yield
+
+
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in a file; ValueError with its name where there is none.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "a.json").write_text("[1]")
+    ...     read_object(Path(folder) / "a.json")
+    Traceback (most recent call last):
+    ...
+    ValueError: ...a.json must hold a JSON object, got list
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): it is damaged") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
 
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:

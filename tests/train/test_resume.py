@@ -237,7 +237,7 @@ def test_damaged_json_is_named(file: str, text: str, message: str, tmp_path: Pat
         train(tiny(), tmp_path, running=QUICK, resume=True)
 
 
-@pytest.mark.parametrize(("text", "message"), [("[]", "must hold a JSON object"), ("{", "result.json cannot be read")])
+@pytest.mark.parametrize(("text", "message"), [("[]", "must hold a JSON object"), ("{", "result.json is not JSON")])
 def test_damaged_results_are_named(text: str, message: str, tmp_path: Path) -> None:
     train(tiny(), tmp_path, running=QUICK)
     (tmp_path / "result.json").write_text(text)

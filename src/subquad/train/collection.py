@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import read_object
 from ..plain_text import columns
 from .choices import label_of
 from .records import read_records
@@ -20,14 +21,7 @@ def summary(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     run = Run.read(folder)
     path = folder / "result.json"
-    result: Any = {"status": "unfinished"}
-    if path.is_file():
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} cannot be read as JSON ({error}); resume the run to write it again") from None
-        if not isinstance(result, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(result).__name__}")
+    result = read_object(path) if path.is_file() else {"status": "unfinished"}
     records = read_records(folder / "metrics.jsonl")
     kept = ("status", "step", "parameters", "seconds", "training_seconds", "tokens_per_second", "metrics", "artefacts")
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json
+from ..files import read_object, write_json
 from ..nn.config import mechanism_data
 from ..tasks import get_task
 from ..tasks.base import Task, TaskModel
@@ -185,16 +185,11 @@ def nothing_to_resume(folder: Path) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except OSError as error:
         raise ValueError(
             f"{str(folder)!r} holds no run ({error}); expected a folder that `subquad train` wrote"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); the run cannot be resumed") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return data
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

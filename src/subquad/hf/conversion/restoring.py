@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...files import read_object
 from ...mechanisms import Mechanism, create
 from ..models.loading import settle
 from .attachment import NOTE, VERSION, attach, base_of, forget, inner_configs, noted
@@ -253,13 +253,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; expected a folder written by save_pretrained")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
+    return read_object(path)
 
 
 def saved_class(folder: str | os.PathLike[str]) -> Any:
