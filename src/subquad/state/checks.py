@@ -113,6 +113,7 @@ def merge(earlier: Any, later: Any) -> Any:
 def state_bytes(state: Any) -> int:
     """Bytes of all tensors in a state, or in several.
 
+    >>> import torch
     >>> state_bytes([torch.zeros(3), {"k": torch.zeros(2, 2)}])
     28
     """
