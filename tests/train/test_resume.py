@@ -251,7 +251,12 @@ def test_data_may_move(tmp_path: Path) -> None:
     model = {"dim": 16, "heads": 2, "layers": 1}
     run = Run.of("text", "linear", model=model, settings=settings, data=str(tmp_path / "a.txt"), length=16)
     train(run, tmp_path / "run", running=QUICK)
-    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    (tmp_path / "there").mkdir()
+    moved = (tmp_path / "a.txt").rename(tmp_path / "there/a.txt")
     assert load_trained(tmp_path / "run")[2] == 4
-    moved = run.changed(data=str(tmp_path / "b.txt"))
-    assert train(moved, tmp_path / "run", running=QUICK, resume=True).status == "finished"
+    assert train(run.changed(data=str(moved)), tmp_path / "run", running=QUICK, resume=True).status == "finished"
+    other = moved.rename(tmp_path / "other.txt")
+    with pytest.raises(ValueError, match=r"options\.data: .*a\.txt' there, .*other\.txt' now"):
+        train(run.changed(data=str(other)), tmp_path / "run", running=QUICK, resume=True)
+    with pytest.raises(ValueError, match="name it with --mechanism"):
+        run.changed(model={"mechanism": "softmax"})

@@ -189,6 +189,7 @@ def train(
 
 def _given(context: typer.Context) -> set[str]:
     """The options that are on the command line."""
+    # By name: typer brings its own copy of click, whose enumeration is not click's.
     return {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
 
 

@@ -61,12 +61,7 @@ class Run:
             raise TypeError(
                 f"options {sorted(options)} belong to a task's name; {type(task).__name__} has its own already"
             )
-        given = dict(model or {})
-        if given.get("mechanism") == mechanism:  # the model of another run
-            del given["mechanism"]
-        for field, how in _NOT_FIELDS.items():
-            if field in given:
-                raise ValueError(f"model: {field}={given[field]!r} is not taken there; {how}")
+        _check_fields(model or {}, mechanism)
         made = get_task(task).from_options(options) if isinstance(task, str) else task
         chosen = Settings.from_dict({**made.training, **(settings or {})})
         # A seed for the mechanisms: without one they would take it from torch's generator, and resume with another.
@@ -114,6 +109,7 @@ class Run:
         """
         task = type(self.task).from_options({**self.task.to_dict(), **options})
         choice = self.model["mechanism"] if mechanism is None else mechanism
+        _check_fields(model or {}, choice)
         if mechanism_options:
             if not isinstance(choice, (str, Mapping)):
                 raise ValueError(f"--option belongs to one mechanism; this run has one per layer: {choice}")
@@ -161,7 +157,7 @@ class Run:
         """Refuse to go on with the run in `folder` if it is not this one. Its data may have moved."""
         mine = json.loads(json.dumps(self.to_dict()))
         theirs = json.loads(json.dumps(Run.read(folder).to_dict()))  # with defaults of settings it has not heard of
-        found = [one for one in differences(theirs, mine) if one[0] != "options.data" or None in one[1:]]
+        found = [(name, old, new) for name, old, new in differences(theirs, mine) if not _moved(name, old, new)]
         wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in found]
         if wrong:
             raise ValueError(
@@ -169,6 +165,19 @@ class Run:
                 "Use the same options to resume it, or another --out for a new run, which may begin with its weights "
                 f"(--from {folder})"
             )
+
+
+def _check_fields(model: Mapping[str, Any], mechanism: Any) -> None:
+    for field, how in _NOT_FIELDS.items():
+        # The model of another run names its mechanism as well.
+        if field in model and (field, model[field]) != ("mechanism", mechanism):
+            raise ValueError(f"model: {field}={model[field]!r} is not taken there; {how}")
+
+
+def _moved(field: str, old: Any, new: Any) -> bool:
+    """Whether this is a file or folder of the same name in another place."""
+    paths = isinstance(old, str) and isinstance(new, str) and field == "options.data"
+    return paths and Path(old).name == Path(new).name
 
 
 def nothing_to_resume(folder: Path) -> str:

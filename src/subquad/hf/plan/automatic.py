@@ -223,8 +223,8 @@ def _cache_bytes(plan: LayerPlan, mechanisms: Mapping[int, Mechanism | None], le
             continue
         mechanism = mechanism.to("cpu")
         short, long = (state_bytes(_state_after(mechanism, head_dim, heads, kv_heads, n)) for n in (1024, 2048))
-        # A state of fixed size, or one that grows by every token.
-        ours += long + max(long - short, 0) * (length - 2048) // 1024
+        grown = 0 if mechanism.constant_memory else (long - short) * (length - 2048) // 1024
+        ours += long + grown
     return exact, ours
 
 
