@@ -336,7 +336,7 @@ def test_validation_has_every_label(tmp_path: Path) -> None:
 def test_learned_positions_have_as_many_places_as_a_sequence(tmp_path: Path) -> None:
     model = {"layers": 1, "heads": 2, "dim": 16, "positions": "learned"}
     settings = {"steps": 2, "batch": 2, "valid_examples": 2, "valid_every": 1}
-    for task in ("text", "documents", "listops"):
+    for task in ("text", "documents", "listops", "protein"):
         run = Run.of(task, "linear", model=model, settings=settings, length=64)
         outcome = train(run, tmp_path / task, running=Running(tensorboard=False))
         assert outcome.status == "finished" and "failed" not in outcome.artefacts

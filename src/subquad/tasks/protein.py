@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad, split_of
 from .fasta import RESIDUES, FastaFile, residues
-from .heads import IGNORED, CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics
+from .heads import IGNORED, CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics, with_positions
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Protein"]
@@ -145,7 +145,7 @@ class Protein(Task):
 
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder with a mask token, or a decoder with a token to begin with."""
-        return CausalModel(VOCAB, model) if self.causal else MaskedModel(VOCAB, model)
+        return (CausalModel if self.causal else MaskedModel)(VOCAB, with_positions(model, self.length))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Perplexity (20 = a uniform guess among the amino acids) and accuracy per residue that counts."""
