@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py --json results/accuracy.json
 
 B1 H4 D64 float32, not causal, L = 2048 and 8192. The time budget is that of performer with 256 features at that
-length; each mechanism climbs its own ladder of settings and is shown at the largest one within 1.15 of the budget (or
+length; each mechanism is tried with several settings and shown at the largest one within 1.15 of the budget (or
 its smallest setting, with its time, where none fits). Times are taken once per length, on flat isotropic inputs.
 
 Inputs: isotropic Gaussian, or a spectrum falling as 1/l^2; flat (scores of standard deviation 0.5) or sharp (2.5).
@@ -31,24 +31,26 @@ H, D = 4, 64
 SLACK = 1.15
 
 
-def ladder(name: str, option: str, values: list[Any], **fixed: Any) -> list[tuple[str, dict[str, Any]]]:
+def settings(name: str, option: str, values: list[Any], **fixed: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(name, {option: value, **fixed}) for value in values]
 
 
 POWERS = [32, 64, 128, 256, 512, 1024]
-LADDERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "performer positive": ladder("performer", "num_features", POWERS, features="positive", seed=0),
-    "performer hyperbolic": ladder("performer", "num_features", POWERS, seed=0),
-    "performer oprf, antithetic": ladder("performer", "num_features", POWERS, features="oprf", antithetic=True, seed=0),
-    "performer sderf, centred": ladder(
+SETTINGS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "performer positive": settings("performer", "num_features", POWERS, features="positive", seed=0),
+    "performer hyperbolic": settings("performer", "num_features", POWERS, seed=0),
+    "performer oprf, antithetic": settings(
+        "performer", "num_features", POWERS, features="oprf", antithetic=True, seed=0
+    ),
+    "performer sderf, centred": settings(
         "performer", "num_features", POWERS, features="sderf", antithetic=True, center=True, seed=0
     ),
     "taylor, centred": [("taylor", {"degree": 1, "center": True}), ("taylor", {"degree": 2, "hermite": True})],
-    "local": ladder("local", "window", [8, 16, 32, 64, 128, 256]),
-    "sparse": ladder("sparse", "stride", [16, 32, 64, 128]),
-    "lsh": ladder("lsh", "rounds", [1, 2, 4, 8], shared_qk=False, seed=0),
-    "clustered": ladder("clustered", "clusters", [8, 16, 25, 50, 100, 200], seed=0),
-    "improved-clustered": ladder("improved-clustered", "clusters", [8, 16, 25, 50, 100, 200], seed=0),
+    "local": settings("local", "window", [8, 16, 32, 64, 128, 256]),
+    "sparse": settings("sparse", "stride", [16, 32, 64, 128]),
+    "lsh": settings("lsh", "rounds", [1, 2, 4, 8], shared_qk=False, seed=0),
+    "clustered": settings("clustered", "clusters", [8, 16, 25, 50, 100, 200], seed=0),
+    "improved-clustered": settings("improved-clustered", "clusters", [8, 16, 25, 50, 100, 200], seed=0),
     "multipole": [
         ("multipole", {"chunk": chunk, "clusters": clusters, "exact_keys": exact, "seed": 0})
         for chunk, clusters, exact in (
@@ -57,7 +59,7 @@ LADDERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
         )
     ],
     "multipole, default options": [("multipole", {"seed": 0})],
-    "nystrom": ladder("nystrom", "landmarks", [8, 16, 32, 64, 128]),
+    "nystrom": settings("nystrom", "landmarks", [8, 16, 32, 64, 128]),
     "hybrid, sderf far": [
         ("hybrid", {"window": window, "sinks": 4, "far": far})
         for window in (16, 32, 64)
@@ -72,7 +74,7 @@ LADDERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "linear (kernel of its own)": [("linear", {})],
     "efficient (kernel of its own)": [("efficient", {})],
     "separable-linformer (kernel of its own)": [("separable-linformer", {})],
-    "linformer, untrained (kernel of its own)": ladder("linformer", "rank", [32, 64, 128, 256], length=8192),
+    "linformer, untrained (kernel of its own)": settings("linformer", "rank", [32, 64, 128, 256], length=8192),
     "hedgehog, untrained (kernel of its own)": [("hedgehog", {})],
 }
 
@@ -105,11 +107,11 @@ def made(name: str, options: dict[str, Any], q: Tensor, k: Tensor, seed: int) ->
 
 
 def choose(length: int, runs: int, clock: str) -> tuple[dict[str, int], dict[str, float], float]:
-    """The step of every ladder that fits the budget, its time in budgets, and that of softmax."""
+    """The largest setting of every mechanism that fits the budget, its time in budgets, and that of softmax."""
     q, k, v = inputs(length, "isotropic", 0.5, seed=1)
     sample = inputs(1024, "isotropic", 0.5, seed=2)[:2]
     calls: dict[str, Any] = {"softmax": lambda: sq.attention(q, k, v, "softmax")}
-    for label, steps in LADDERS.items():
+    for label, steps in SETTINGS.items():
         for i, (name, options) in enumerate(steps):
             attend = made(name, options, *sample, seed=0)
             calls[f"{label}|{i}"] = lambda attend=attend: attend(q, k, v)
@@ -117,7 +119,7 @@ def choose(length: int, runs: int, clock: str) -> tuple[dict[str, int], dict[str
     budget = timings[f"performer hyperbolic|{POWERS.index(256)}"].best
     chosen = {
         label: max((i for i in range(len(steps)) if timings[f"{label}|{i}"].best <= SLACK * budget), default=0)
-        for label, steps in LADDERS.items()
+        for label, steps in SETTINGS.items()
     }
     over = {label: timings[f"{label}|{i}"].best / budget for label, i in chosen.items()}
     softmax = timings["softmax"].best / budget
@@ -136,7 +138,7 @@ def errors(length: int, spectrum: str, sharpness: float, seed: int, chosen: dict
 
     found = {"uniform attention": error(uniform_attention(q, k, v))}
     for label, i in chosen.items():
-        name, options = LADDERS[label][i]
+        name, options = SETTINGS[label][i]
         found[label] = error(made(name, options, *sample, seed=seed)(q, k, v))
     return found
 
@@ -150,7 +152,7 @@ def measure(length: int, runs: int, seeds: int, clock: str) -> list[dict[str, An
             print(f"\nL={length}, {spectrum}, score sd {sharpness}, {seeds} draws")
             for label in draws[0]:
                 every = [draw[label] for draw in draws]
-                setting = LADDERS[label][chosen[label]][1] if label in chosen else {}
+                setting = SETTINGS[label][chosen[label]][1] if label in chosen else {}
                 row = {
                     "length": length,
                     "spectrum": spectrum,

@@ -10,7 +10,7 @@ import torch
 import subquad as sq
 from subquad.planning import candidates, cost
 from subquad.planning.answer import Choice
-from subquad.planning.candidates import CANDIDATES, Ladder
+from subquad.planning.candidates import CANDIDATES, Sweep
 from subquad.planning.piece import Piece
 from subquad.planning.planner import _Study, timed
 
@@ -180,19 +180,19 @@ def test_a_target_that_may_be_missed_is_not_met():
 def test_the_cheapest_that_meets_the_target_is_found():
     q, k = data("few directions, sharp")
     study = _Study(q, k, None, target=0.2, length=384, seed=0, is_causal=False, scale=None, key_mask=None)
-    sderf = Ladder("performer", SDERF_STEPS)
+    sderf = Sweep("performer", SDERF_STEPS)
     found = study.cheapest(sderf)
     assert found.meets(study.target)
-    below = [step for step in sderf.steps if step["num_features"] < found.options["num_features"]]
+    below = [step for step in sderf.options if step["num_features"] < found.options["num_features"]]
     assert not below or not study.judge(sderf, below[-1]).meets(study.target)
 
 
 def test_a_setting_far_slower_than_softmax_is_not_looked_at_further(monkeypatch):
     q, k = data("flat")
     study = _Study(q, k, None, target=0.2, length=384, seed=0, is_causal=False, scale=None, key_mask=None)
-    assert not study.judge(Ladder("local", ({},)), {"window": 16}).slow
+    assert not study.judge(Sweep("local", ({},)), {"window": 16}).slow
     monkeypatch.setattr(_Study, "too_slow", lambda self, seconds: True)
-    found = study.judge(Ladder("local", ({},)), {"window": 16})
+    found = study.judge(Sweep("local", ({},)), {"window": 16})
     assert found.slow and not found.meets(1.0) and found.draws == 1
 
 

@@ -88,7 +88,7 @@ def test_redraw_counts_and_is_in_the_checkpoint(tmp_path: Path) -> None:
     train(run, tmp_path, running=QUICK)
     state = json.loads((tmp_path / "checkpoints/step-00000006/state.json").read_text())
     assert state["redraw"] == {"every": 2, "steps": 6}
-    assert state["data"] == {"position": 24}
+    assert state["data"]["position"] == 24
     draws = {name: x for name, x in tensors(tmp_path, 6).items() if name.endswith("draws")}
     assert [int(x) for x in draws.values()] == [3]
 
@@ -321,3 +321,11 @@ def test_an_accelerator_of_someone_else_keeps_its_state(tmp_path: Path) -> None:
         assert theirs.mixed_precision == "no" and theirs.num_processes == 1
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_redrawing_where_nothing_is_drawn_is_said(tmp_path: Path) -> None:
+    for mechanism, said in (("linear", True), ({"mechanism": "performer", "num_features": 8}, False)):
+        lines: list[str] = []
+        folder = tmp_path / str(said)
+        train(tiny(mechanism, redraw_every=2), folder, running=QUICK, on_log=lambda text, *_, to=lines: to.append(text))
+        assert any("draws no features" in line for line in lines) == said

@@ -260,3 +260,19 @@ def test_data_may_move(tmp_path: Path) -> None:
         train(run.changed(data=str(other)), tmp_path / "run", running=QUICK, resume=True)
     with pytest.raises(ValueError, match="name it with --mechanism"):
         run.changed(model={"mechanism": "softmax"})
+
+
+def test_a_data_file_with_other_content_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("all the perfumes of Arabia " * 400, encoding="utf-8")
+    settings = {"steps": 4, "batch": 2, "valid_examples": 2}
+    run = Run.of("text", "linear", model={"dim": 16, "layers": 1}, settings=settings, data=str(text), length=16)
+    train(run, tmp_path / "run", running=QUICK)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    text.write_text("out, damned spot; out, I say " * 400, encoding="utf-8")
+    with pytest.raises(ValueError, match="was trained on other data than the task 'text' reads now"):
+        train(run, tmp_path / "run", running=QUICK, resume=True)
+    found = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {path for path in found if found[path] != before.get(path)} <= {tmp_path / "run/running.json"}
+    text.write_text("all the perfumes of Arabia " * 400, encoding="utf-8")
+    assert train(run, tmp_path / "run", running=QUICK, resume=True).status == "finished"

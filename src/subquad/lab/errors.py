@@ -25,7 +25,6 @@ from subquad.plain_text import aligned, first_line
 from subquad.planning.baselines import baseline_errors
 from subquad.planning.candidates import PLANNABLE, calibrated
 from subquad.planning.piece import Piece, check_inputs
-from subquad.planning.prediction import draws_something
 
 __all__ = ["FAMILIES", "PROJECTIONS", "SIZES", "ErrorLine", "ErrorPoint", "ErrorStudy", "error_study", "error_table"]
 
@@ -234,7 +233,7 @@ def _line(
         chosen = options if size is None else {**options, size: value}
         try:
             attend = calibrated(_make(name, chosen, piece.q, piece.k, seed), *seen)
-            found = piece.errors(attend, draws=draws if draws_something(attend) else 1)
+            found = piece.errors(attend, draws=draws if attend.is_random else 1)
         except (ValueError, NotImplementedError) as error:
             if not points and value == sizes[-1]:
                 raise  # nothing of it can be measured: that is the user's to know, not a footnote

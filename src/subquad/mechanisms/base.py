@@ -327,6 +327,18 @@ class Mechanism(nn.Module):
         """
         return bool(calibrations(self))
 
+    @property
+    def is_random(self) -> bool:
+        """Whether `redraw` changes anything: it, or a mechanism that it is made of, has a random part.
+
+        >>> import subquad as sq
+        >>> far = {"performer": True, "linear": False}
+        >>> [sq.create("hybrid", 8, far=name).is_random == random for name, random in far.items()]
+        [True, True]
+        """
+        parts = [module for module in self.modules() if isinstance(module, Mechanism) and module is not self]
+        return any(part.is_random for part in parts) if parts else type(self).redraw is not Mechanism.redraw
+
     def redraw(self) -> None:
         """Draw anew what is random, as a function of seed and counter. Without anything random it does nothing."""
 

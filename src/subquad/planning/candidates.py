@@ -22,12 +22,12 @@ __all__ = [
     "DEGREE_1",
     "PLANNABLE",
     "SDERF",
-    "Ladder",
+    "Sweep",
     "calibrated",
     "error_keeping",
-    "ladders",
     "least_tokens",
     "made",
+    "sweeps",
     "with_seed",
 ]
 
@@ -37,7 +37,7 @@ DEGREE_1: Options = {"mechanism": "taylor", "degree": 1, "center": True}
 SDERF: Options = {"features": "sderf", "antithetic": True, "center": True}
 
 
-def _steps(name: str, values: Iterable[int], **fixed: Any) -> tuple[Options, ...]:
+def _values(name: str, values: Iterable[int], **fixed: Any) -> tuple[Options, ...]:
     return tuple({name: value, **fixed} for value in values)
 
 
@@ -58,31 +58,31 @@ FEATURES = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # To add a mechanism, add a row: plans, `subquad error`'s notes and the report's recommendations follow.
 CANDIDATES: tuple[tuple[str, tuple[Options, ...]], ...] = (
     ("multipole", MULTIPOLE),
-    ("performer", _steps("num_features", FEATURES, features="hyperbolic")),
-    ("performer", _steps("num_features", FEATURES, features="hyperbolic", center=True)),
-    ("performer", _steps("num_features", FEATURES, features="oprf", antithetic=True)),
-    ("performer", _steps("num_features", FEATURES, **SDERF)),
+    ("performer", _values("num_features", FEATURES, features="hyperbolic")),
+    ("performer", _values("num_features", FEATURES, features="hyperbolic", center=True)),
+    ("performer", _values("num_features", FEATURES, features="oprf", antithetic=True)),
+    ("performer", _values("num_features", FEATURES, **SDERF)),
     ("taylor", ({"degree": 1, "center": True},)),
     ("taylor", ({"degree": 2, "hermite": True},)),
     ("taylor", ({"degree": 2},)),
-    ("hybrid", _steps("window", (16, 64, 128, 256), sinks=4, far=DEGREE_1)),
-    ("hybrid", _steps("window", (16, 64, 128), sinks=4, far={"mechanism": "performer", **SDERF, "num_features": 128})),
-    ("local", _steps("window", (16, 24, 32, 48, 64, 96, 128, 192, 256))),
-    ("clustered", _steps("clusters", CLUSTERS)),
-    ("improved-clustered", _steps("clusters", CLUSTERS, topk=32)),
-    ("improved-clustered", _steps("clusters", (100, 140, 200, 300), topk=64)),
-    ("nystrom", _steps("landmarks", (32, 64, 128))),
-    ("lsh", _steps("rounds", (1, 4))),
+    ("hybrid", _values("window", (16, 64, 128, 256), sinks=4, far=DEGREE_1)),
+    ("hybrid", _values("window", (16, 64, 128), sinks=4, far={"mechanism": "performer", **SDERF, "num_features": 128})),
+    ("local", _values("window", (16, 24, 32, 48, 64, 96, 128, 192, 256))),
+    ("clustered", _values("clusters", CLUSTERS)),
+    ("improved-clustered", _values("clusters", CLUSTERS, topk=32)),
+    ("improved-clustered", _values("clusters", (100, 140, 200, 300), topk=64)),
+    ("nystrom", _values("landmarks", (32, 64, 128))),
+    ("lsh", _values("rounds", (1, 4))),
 )
 PLANNABLE = tuple(dict.fromkeys(name for name, _ in CANDIDATES))
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """Settings of one mechanism from cheap to dear; an object from outside is a ladder of one step."""
+class Sweep:
+    """Settings of one mechanism from cheap to dear; an object from outside has one."""
 
     mechanism: str
-    steps: tuple[Options, ...]
+    options: tuple[Options, ...]
     given: Mechanism | None = None
 
 
@@ -100,14 +100,14 @@ def least_tokens(mechanism: str, options: Options) -> int:
     return max(8 * max(sizes, default=0), 4 * int(options.get("exact_keys", 0)))
 
 
-def ladders(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cross: bool) -> list[Ladder]:
-    """The ladders of the mechanisms asked for, or of all that can do what the call needs."""
+def sweeps(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cross: bool) -> list[Sweep]:
+    """The sweeps of the mechanisms asked for, or of all that can do what the call needs."""
     if isinstance(mechanisms, str | Mechanism):
         mechanisms = [mechanisms]
-    chosen: list[Ladder] = []
+    chosen: list[Sweep] = []
     for item in PLANNABLE if mechanisms is None else mechanisms:
         if isinstance(item, Mechanism):
-            chosen.append(Ladder(item.name, ({},), item))
+            chosen.append(Sweep(item.name, ({},), item))
             continue
         checks.check_option("mechanisms", item, MECHANISMS)
         if item == "softmax":
@@ -119,14 +119,14 @@ def ladders(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cr
             )
         cls = MECHANISMS[item]
         if (cls.causal or not is_causal) and (cls.cross or not cross):
-            chosen += [Ladder(name, steps) for name, steps in CANDIDATES if name == item]
+            chosen += [Sweep(name, options) for name, options in CANDIDATES if name == item]
     return chosen
 
 
-def error_keeping(target: float) -> Ladder:
+def error_keeping(target: float) -> Sweep:
     """What keeps to an error by itself, at any length: dearer than a fixed number of exact keys, which needs an input
     as long as the length to be judged."""
-    return Ladder("multipole", ({"error": target},))
+    return Sweep("multipole", ({"error": target},))
 
 
 def with_seed(name: str, options: Options, seed: int) -> Options:
@@ -152,10 +152,10 @@ def calibrated(attend: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None)
     return attend
 
 
-def made(ladder: Ladder, options: Options, seed: int, q: Tensor, k: Tensor) -> Mechanism:
-    """The mechanism of one step for heads like these, not calibrated yet. All heads of a layer share one draw, which
-    depends on the seed alone: the whole layer has the draw that is looked at here, with some of its heads."""
-    if ladder.given is not None:
-        return ladder.given
-    own = with_seed(ladder.mechanism, options, seed)
-    return create(ladder.mechanism, q.shape[-1], q.shape[1], k.shape[1], **own)
+def made(sweep: Sweep, options: Options, seed: int, q: Tensor, k: Tensor) -> Mechanism:
+    """The mechanism with these options, for heads like these, not calibrated yet. All heads of a layer share one draw,
+    which depends on the seed alone: the whole layer has the draw that is looked at here, with some of its heads."""
+    if sweep.given is not None:
+        return sweep.given
+    own = with_seed(sweep.mechanism, options, seed)
+    return create(sweep.mechanism, q.shape[-1], q.shape[1], k.shape[1], **own)

@@ -28,10 +28,9 @@ from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
 from .answer import ROUNDING, WORTH, Choice, Plan, limit_of
 from .baselines import uniform_error
-from .candidates import Ladder, error_keeping, ladders, least_tokens, made, with_seed
+from .candidates import Sweep, error_keeping, least_tokens, made, sweeps, with_seed
 from .cost import TimeEstimate, attention_costs, clock
 from .piece import Piece, check_inputs, evenly
-from .prediction import draws_something
 
 __all__ = ["plan", "timed"]
 
@@ -99,35 +98,35 @@ class _Study:
         exact = self.exact_seconds * max(1.0, self.length / self.piece.tokens)
         return seconds > max(TELLING, SLOWER * min(exact, self.fastest))
 
-    def make(self, ladder: Ladder, options: dict[str, Any], draw: int) -> Mechanism:
-        """The mechanism of one step, calibrated on the data where it uses calibration."""
-        attend = made(ladder, options, self.seed + draw, self.q, self.k)
-        if ladder.given is None:
+    def make(self, sweep: Sweep, options: dict[str, Any], draw: int) -> Mechanism:
+        """The mechanism of one setting, calibrated on the data where it uses calibration."""
+        attend = made(sweep, options, self.seed + draw, self.q, self.k)
+        if sweep.given is None:
             # The same statistics for all: gathering them costs more than many a run.
             attend.use_statistics(self.statistics)
         return attend
 
-    def cheapest(self, ladder: Ladder) -> Choice | None:
-        """The cheapest step that meets the target, or the dearest; None where none can be judged on so few tokens."""
+    def cheapest(self, sweep: Sweep) -> Choice | None:
+        """The cheapest setting that meets the target, or the dearest; None if none can be judged on so few tokens."""
         tokens, length = self.piece.tokens, self.length
-        steps = [o for o in ladder.steps if length <= tokens or tokens >= least_tokens(ladder.mechanism, o)]
-        if not steps:
+        settings = [o for o in sweep.options if length <= tokens or tokens >= least_tokens(sweep.mechanism, o)]
+        if not settings:
             return None
-        judge = functools.cache(lambda i: self.judge(ladder, steps[i]))
-        last = len(steps) - 1
+        judge = functools.cache(lambda i: self.judge(sweep, settings[i]))
+        last = len(settings) - 1
         while last > 0 and judge(last).slow:
             last //= 2
-        # Errors fall from step to step, but for luck.
+        # Errors fall from one to the next, but for luck.
         if not judge(last).meets(self.target):
             return judge(last)
         return judge(bisect.bisect_left(range(last), True, key=lambda i: judge(i).meets(self.target)))
 
-    def judge(self, ladder: Ladder, options: dict[str, Any]) -> Choice:
+    def judge(self, sweep: Sweep, options: dict[str, Any]) -> Choice:
         """One setting: the best of a few draws on stretches, its error on the whole, and what that is at the length."""
-        first = self.make(ladder, options, 0)
+        first = self.make(sweep, options, 0)
         # A good draw of random features on one input is a good one on the next. Clusters and buckets are made of the
         # data at hand, with starting points as good as any others: there the mean counts.
-        random = ladder.given is None and draws_something(first)
+        random = sweep.given is None and first.is_random
         picks = random and hasattr(getattr(first, "far", first), "num_features")
         draws = AVERAGED if random else 1
         if picks:
@@ -137,7 +136,7 @@ class _Study:
         tried: list[Tensor] = []
         slow = False
         for draw in range(draws):
-            attend = first if draw == 0 else self.make(ladder, options, draw)
+            attend = first if draw == 0 else self.make(sweep, options, draw)
             start = clock()
             tried.append(where.by_stretch(where.squares(attend)))
             took = clock() - start
@@ -156,21 +155,21 @@ class _Study:
         short = float(total[best]) / where.norm if picks else mean
         own = squares[best] if picks else squares.mean(0)
         choice = Choice(
-            *(ladder.mechanism, options),
+            *(sweep.mechanism, options),
             draws=len(tried),
             tokens=where.tokens,
             any_draw=mean if draws > 1 else None,
-            given=ladder.given,
+            given=sweep.given,
         )
         if picks:
-            choice = replace(choice, options=with_seed(ladder.mechanism, options, self.seed + best))
+            choice = replace(choice, options=with_seed(sweep.mechanism, options, self.seed + best))
         if slow or not short <= HOPELESS * self.target:
             return replace(choice, slow=slow, error=short, low=short, high=math.inf, measured=short)
         flattered = self._flattered(squares.sum(-1)) if picks else 1.0
         whole = short
         if self.folded is not None:
             seeds = [best] if picks else range(len(tried))
-            runs = [self.piece.error(self.make(ladder, options, draw)) for draw in seeds]
+            runs = [self.piece.error(self.make(sweep, options, draw)) for draw in seeds]
             whole = sum(runs) / len(runs)
             if random and short > 0:
                 choice = replace(choice, any_draw=whole * mean / short)
@@ -296,8 +295,8 @@ def plan(
     checks.check_positive("seed", seed, least=0)
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
         mechanisms = list(mechanisms)
-    rows = ladders(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
-    fixed = any(ladder.given is not None and ladder.given.heads is not None for ladder in rows)
+    rows = sweeps(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
+    fixed = any(sweep.given is not None and sweep.given.heads is not None for sweep in rows)
     study = _Study(
         *fewer_heads(q, k, v, length=length, keep_all=fixed),
         target=target_error,
@@ -314,11 +313,11 @@ def plan(
     tokens, some = study.piece.tokens, study.q.shape[1]
     told(f"measuring on {tokens} tokens of {some} heads, about {_expected(study, rows):.0f} s", 0, steps)
     choices: list[Choice] = []
-    for done, ladder in enumerate(rows, 1):
-        found = study.cheapest(ladder)
+    for done, sweep in enumerate(rows, 1):
+        found = study.cheapest(sweep)
         if found is not None:
             choices.append(found)
-        told(ladder.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
+        told(sweep.mechanism if found is None else f"{found.label}: error {found.error:.2g}", done, steps)
     told("timing what meets the target" if times else "times are left out", steps, steps)
     answer = Plan(
         choices=tuple(choices),
@@ -339,6 +338,6 @@ def plan(
     return replace(timed(answer) if times else answer, seconds=time.perf_counter() - began)
 
 
-def _expected(study: _Study, rows: list[Ladder]) -> float:
+def _expected(study: _Study, rows: list[Sweep]) -> float:
     """Seconds that the plan will take, roughly: what a row of settings is a multiple of."""
     return 2.0 + RUNS * len(rows) * study.exact_seconds * min(1.0, 1024 / study.piece.tokens)

@@ -25,7 +25,7 @@ from .candidates import calibrated, with_seed
 from .closed_form import RELIABLE, closed_form, refusal
 from .piece import Piece, check_inputs
 
-__all__ = ["Prediction", "draws_something", "predict_error"]
+__all__ = ["Prediction", "predict_error"]
 
 MOST_TOKENS = 2048
 MOST_SCORES = 1 << 24
@@ -69,12 +69,6 @@ class Prediction:
             f"{self.mechanism}: error of the {self.criterion} {self.error:.3g} ({how}; {self.low:.2g} to "
             f"{self.high:.2g}); the mean of the values has {self.uniform:.3g}"
         )
-
-
-def draws_something(attend: Mechanism) -> bool:
-    """Whether another seed gives another result."""
-    far: Mechanism = getattr(attend, "far", attend)
-    return "seed" in attend.options() or "seed" in far.options()
 
 
 def predict_error(
@@ -150,7 +144,7 @@ def predict_error(
 
 
 def _measured(attend: Mechanism, piece: Piece, reason: str, about: dict[str, Any]) -> Prediction:
-    draws = DRAWS if draws_something(attend) else 1
+    draws = DRAWS if attend.is_random else 1
     found, total = [], torch.zeros_like(piece.sizes)
     for draw in range(draws):
         if draw:

@@ -7,7 +7,8 @@ the processes, so two processes see together exactly what one would see alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -17,12 +18,31 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..features.seeded import mix
 from ..tasks.base import Batch, DataError, Examples, SequentialExamples, Task, generator_for
 
-__all__ = ["batches", "order", "validation_batches"]
+__all__ = ["batches", "fingerprint", "order", "validation_batches"]
 
 # 4 M indices of 8 bytes: what a permutation may take.
 LARGEST_PERMUTATION = 1 << 22
 
 Key = tuple[int, int]
+
+
+def fingerprint(splits: Mapping[str, Examples]) -> str:
+    """A hash of the numbers of examples, and of the first, the middle and the last of every split.
+
+    A checkpoint keeps it: a run whose data file was replaced since cannot go on as if nothing had happened. Streams are
+    not read for it.
+    """
+    digest = hashlib.sha256()
+    for split, examples in sorted(splits.items()):
+        if isinstance(examples, SequentialExamples):
+            continue
+        count = len(examples)
+        digest.update(f"{split} {count}".encode())
+        for index in sorted({0, count // 2, count - 1}) if count else ():
+            for name, value in sorted(examples.item(index, generator_for(split, 0, index)).items()):
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=2)

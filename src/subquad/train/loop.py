@@ -24,12 +24,13 @@ from torch import Tensor
 
 from ..features.seeded import mix
 from ..files import locked, write_json
+from ..mechanisms import Mechanism
 from ..nn.schedule import RedrawSchedule
 from ..plain_text import first_line
-from ..tasks.base import Batch, Progress, SequentialExamples, TaskModel
+from ..tasks.base import Batch, DataError, Progress, SequentialExamples, TaskModel
 from . import checkpoint
 from .clock import Clock, paced
-from .data import batches, validation_batches
+from .data import batches, fingerprint, validation_batches
 from .distributed import Workers, lost_process
 from .memory import MemoryEstimate, estimate_memory, is_out_of_memory, out_of_memory, refuse_batch
 from .optimizers import make_optimizer
@@ -148,6 +149,7 @@ class _Training:
     def start(self, resume: bool) -> Outcome:
         # Data and model first: what is wrong with them must not leave a folder behind.
         self.examples = {split: self.run.task.examples(split) for split in ("train", "valid")}
+        self.fingerprint = fingerprint(self.examples)
         seed_all(mix(self.settings.seed, 0) >> 1)
         module = self.run.build()
         if self.run.start is not None and not checkpoint.latest(self.folder / "checkpoints"):
@@ -176,6 +178,9 @@ class _Training:
         self.redraw = RedrawSchedule(module, self.settings.redraw_every) if self.settings.redraw_every else None
         self.snapshot = Snapshot(self.folder / "checkpoints", module, self.model, self.optimizer, self.workers)
         step = self._restore()
+        if self.redraw is not None and not any(one.is_random for one in module.modules() if isinstance(one, Mechanism)):
+            # Not refused: it may be one of several that are compared.
+            self.on_log("redraw_every changes nothing, the mechanism draws no features", step, self.settings.steps)
         if resume:
             self.on_log(_where(step, self.settings.steps), step, self.settings.steps)
         return self._loop(step, module, parameters)
@@ -210,6 +215,12 @@ class _Training:
             seed_all(mix(self.settings.seed, 1 + self.workers.process) >> 1)
             self._save(0)
             return 0
+        if state["data"].get("fingerprint", self.fingerprint) != self.fingerprint:
+            raise DataError(
+                f"{str(self.folder)!r} was trained on other data than the task {self.run.task.name!r} reads now, "
+                "nothing was changed: bring back what was there (--data), or start another run with these weights "
+                f"(--from {self.folder} and another --out)"
+            )
         self.metrics = {name: value for name, value in state["metrics"].items() if value is not None}  # NaN is null
         if self.redraw is not None:
             self.redraw.load_state_dict(state["redraw"])
@@ -227,7 +238,7 @@ class _Training:
         position, stream = step * self.settings.batch, self.examples["train"]
         kept = {"stream": stream.position(position)} if isinstance(stream, SequentialExamples) else {}
         state = {
-            "data": {"position": position, **kept},
+            "data": {"position": position, "fingerprint": self.fingerprint, **kept},
             "redraw": None if self.redraw is None else self.redraw.state_dict(),
             "rng": self.workers.gather(rng_state()),
             "metrics": self.metrics,

@@ -293,7 +293,7 @@ def choose(
     )  # fmt: skip
     layers = {layer.index: layer for layer in found}
     exact = outputs(model, held)
-    ladder = picks_by_price(survey.tables(), max_groups=max_groups)
+    picks = picks_by_price(survey.tables(), max_groups=max_groups)
 
     def plan_of(pick: Mapping[int, Tensor]) -> LayerPlan:
         reasons = {
@@ -309,21 +309,21 @@ def choose(
             found = outputs(model, held)
         return [output_error(found, exact), output_error(found, exact, DEVIATIONS)]
 
-    low, high = 0, len(ladder) - 1  # the last one is exact attention, which is always within the error
+    low, high = 0, len(picks) - 1  # the last one is exact attention, which is always within the error
     rounds = max(1, high).bit_length()
     for turn in range(rounds + 1):
         if low >= high:
             break
         middle = (low + high) // 2
-        tell(f"the model with choice {middle + 1} of {len(ladder)}", turn, rounds)
-        pick = ladder[middle]
+        tell(f"the model with choice {middle + 1} of {len(picks)}", turn, rounds)
+        pick = picks[middle]
         name = f"error of {[pick[index].tolist() for index in sorted(pick)]}"
         wrong, most = kept.get(name, lambda pick=pick: measured(plan_of(pick)))  # type: ignore[misc]
         if wrong <= MARGIN * error and most <= error:
             high = middle
         else:
             low = middle + 1
-    plan = plan_of(ladder[high])
+    plan = plan_of(picks[high])
     mechanisms = plan.mechanisms()
     times, tokens = _times(model, layers, plan, held)
     here = next(row for row in times if row["length"] == longest)

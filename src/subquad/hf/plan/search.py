@@ -64,11 +64,11 @@ def search(
     >>> search({0: (errors, seconds)}, target=None, budget=2.5, max_groups=2)[0].tolist()
     [0, 0]
     """
-    ladder = {i: [_pick(e, s, float(price), max_groups) for price in LAMBDAS] for i, (e, s) in tables.items()}
+    picks = {i: [_pick(e, s, float(price), max_groups) for price in LAMBDAS] for i, (e, s) in tables.items()}
     if target is not None:
         found: dict[int, Tensor] = {}
         for i, (errors, seconds) in tables.items():
-            scored = [(*_totals(errors, seconds, pick), pick) for pick in ladder[i]]
+            scored = [(*_totals(errors, seconds, pick), pick) for pick in picks[i]]
             good = [row for row in scored if row[0] <= target]
             best = min(good, key=lambda row: row[1]) if good else min(scored, key=lambda row: row[0])
             found[i] = best[2]
@@ -77,7 +77,7 @@ def search(
     best_error, chosen = float("inf"), None
     cheapest, fallback = float("inf"), None
     for step in range(len(LAMBDAS)):
-        totals = [_totals(*tables[i], ladder[i][step]) for i in tables]
+        totals = [_totals(*tables[i], picks[i][step]) for i in tables]
         error, time = sum(t[0] for t in totals), sum(t[1] for t in totals)
         if time <= budget and error < best_error:
             best_error, chosen = error, step
@@ -85,4 +85,4 @@ def search(
             cheapest, fallback = time, step
     picked = fallback if chosen is None else chosen
     assert picked is not None
-    return {i: ladder[i][picked] for i in tables}
+    return {i: picks[i][picked] for i in tables}

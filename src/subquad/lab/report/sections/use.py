@@ -22,7 +22,6 @@ from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, least_tokens, with_seed
 from subquad.planning.cost import time_at
 from subquad.planning.piece import Piece
-from subquad.planning.prediction import draws_something
 
 from ..figure import Figure, Line, Selector
 from ..kinds import KINDS, sample
@@ -54,7 +53,7 @@ def _errors(settings: Settings, kind: str, clock: Clock) -> dict[str, Any]:
         own = options_for(one.mechanism, seed=settings.seed, length=tokens) | own
         attend = create(one.mechanism, inputs.q.shape[-1], inputs.q.shape[1], **own)
         attend = calibrated(attend, seen.q, seen.k, None)
-        draws = clock.rounds(settings.recommend_draws) if draws_something(attend) else 1
+        draws = clock.rounds(settings.recommend_draws) if attend.is_random else 1
         row: dict[str, Any] = {"mechanism": one.mechanism, "options": one.options, "timed_as": one.timed_as}
         row["error"] = piece.mean_error(attend, draws=draws)
         # Of random features the error hardly depends on the length, of all others it does.
