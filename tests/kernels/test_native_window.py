@@ -319,7 +319,7 @@ def test_operators_are_registered_correctly(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native, "functional_attention", lambda *a, **b: (calls.append(a), run(*a, **b))[1])
     attn(q, k, v, is_causal=True, backend="native")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators.attention, (*calls[0], True), test_utils=checks)
+    torch.library.opcheck(operators.attention, (*calls[0][:-1], *calls[0][-1], True), test_utils=checks)
 
 
 @pytest.mark.parametrize(("far", "native_is_taken"), [

@@ -9,7 +9,6 @@ computed by torch first.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from ..operator import Backend, Call
 from ..padding import real_keys
 from ..windowed_linear import WindowedLinear
 from . import library
-from .calls import NO_MASK, NO_PLACES, NOWHERE, Results, call_forward, past_sums, sums_after
+from .calls import NO_MASK, NO_PLACES, NOWHERE, Options, Results, call_forward, past_sums, sums_after
 from .maps import NO_MAP, NativeMap, fused, map_inputs, multiplied
 from .operators import attention, functional_attention
 from .step import linear_step, window_step
@@ -44,25 +43,21 @@ def _dispatch(
     past: list[Tensor],
     masks: list[Tensor],
     gain: Tensor,
-    *options: float | bool,
+    options: Options,
 ) -> Results:
-    """The forward itself, the torch operator or the autograd function, as this call needs.
-
-    options: scale, window, past, causal, normalise, tail of `attention`
-    """
-    near = options[1] >= 0
-    arrays = [*found.map.arrays, *([found.map.tilt] if near else [])]
-    maps = found.packed_rows if near else found.packed
-    arguments: Any = (q, k, v, sinks, far, past, masks, gain, arrays, *found.map[1:5], *options)
+    """The forward itself, the torch operator or the autograd function, as this call needs."""
+    arrays = [*found.map.arrays, *([found.map.tilt] if options.near else [])]
+    maps = found.packed_rows if options.near else found.packed
+    arguments = (q, k, v, sinks, far, past, masks, gain, arrays)
     tensors = (q, k, v, *sinks, *far, *past[:2], gain)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and any(tracing(x) for x in tensors):
-        result: Results = attention(*arguments, keep=wanted)
+        result: Results = attention(*arguments, *options, keep=wanted)
     elif transformed or wanted:
-        result = functional_attention(*arguments, maps=maps)
+        result = functional_attention(*arguments, options, maps=maps)
     else:
-        return call_forward(*arguments, keep=False, maps=maps)
+        return call_forward(*arguments, options, keep=False, maps=maps)
     return result[0].to(v.dtype), *result[1:]
 
 
@@ -138,7 +133,10 @@ class Native(Backend[WindowedLinear]):
         past = [] if state is None or state.far is None else past_sums(state.far)
         found, q, k = map_inputs(spec.feature_map, q, k, call.scale)
         masks = [NO_MASK if call.key_mask is None else call.key_mask, NO_MASK, NO_PLACES]
-        return _dispatch(found, q, k, v, [], [], past, masks, NOTHING, 1.0, -1, 0, causal, spec.normalise, tail)
+        options = Options(
+            *found.options, scale=1.0, window=-1, past=0, causal=causal, normalise=spec.normalise, tail=tail
+        )
+        return _dispatch(found, q, k, v, [], [], past, masks, NOTHING, options)
 
     def _attend_windowed(
         self,
@@ -158,7 +156,10 @@ class Native(Backend[WindowedLinear]):
         found, far, gain = self._far(spec, q, k, scale)
         assert spec.window is not None
         tail = tail and spec.feature_map is not None
-        return _dispatch(found, q, k, v, sinks, far, past, masks, gain, scale, spec.window, before, causal, True, tail)
+        options = Options(
+            *found.options, scale=scale, window=spec.window, past=before, causal=causal, normalise=True, tail=tail
+        )
+        return _dispatch(found, q, k, v, sinks, far, past, masks, gain, options)
 
     def _far(self, spec: WindowedLinear, q: Tensor, k: Tensor, scale: float) -> tuple[NativeMap, list[Tensor], Tensor]:
         """The map, [queries, keys] as it takes them or [], and the log factor (Hq,) of the far weights or nothing."""

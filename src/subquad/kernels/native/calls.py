@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ __all__ = [
     "NO_MASK",
     "NO_PLACES",
     "PACKED_SIZE",
+    "Options",
     "Results",
     "call_backward",
     "call_forward",
@@ -50,6 +51,26 @@ _TENSORS = "q k v out dout dq dk dv near_q near_k sink_k sink_v near_dq near_dk 
 _PLACES = {name: getattr(CallStruct, name).offset for name in _TENSORS}
 _MAPS = CallStruct.map_q.offset
 PACKED_SIZE = ctypes.sizeof(Map) * 2
+
+
+class Options(NamedTuple):
+    """What a call has besides tensors, in the order in which the operators take it."""
+
+    square: float
+    function: str
+    antithetic: bool
+    epsilon: float
+    scale: float
+    window: int
+    past: int
+    causal: bool
+    normalise: bool
+    tail: bool
+
+    @property
+    def near(self) -> bool:
+        """Whether there is a window."""
+        return self.window >= 0
 
 
 def past_sums(sums: Sums) -> list[Tensor]:
@@ -111,16 +132,7 @@ def make_call(
     masks: list[Tensor],
     gain: Tensor,
     arrays: Sequence[Tensor],
-    square: float,
-    function: str,
-    antithetic: bool,
-    epsilon: float,
-    scale: float,
-    window: int,
-    past: int,
-    causal: bool,
-    normalise: bool,
-    tail: bool,
+    options: Options,
     *,
     maps: bytes | None = None,
 ) -> CallStruct:
@@ -128,7 +140,8 @@ def make_call(
 
     maps: `pack_maps(arrays, square)`, where the caller keeps it.
     """
-    near = window >= 0
+    square, function, antithetic, epsilon, scale, window, past, causal, normalise, tail = options
+    near = options.near
     far_q, far_k = far or (q, k)
     weight, _, _, signs, norms, *_ = arrays
     rows = projection_rows(far_q, weight, norms, function)
@@ -172,9 +185,8 @@ def make_call(
     return call
 
 
-def empty_results(
-    q: Tensor, k: Tensor, v: Tensor, features: int, near: bool, causal: bool, tail: bool, keep: bool
-) -> Results:
+def empty_results(q: Tensor, k: Tensor, v: Tensor, features: int, options: Options, keep: bool) -> Results:
+    near, causal, tail = options.near, options.causal, options.tail
     batch, heads, width = q.shape[0], k.shape[1], v.shape[3]
     # The backward takes sum(dout * out) of every row, so a rounded output would be an error of every gradient.
     out = torch.empty((*q.shape[:3], width), dtype=torch.float32 if keep else v.dtype, device=v.device)
@@ -196,13 +208,25 @@ def empty_results(
     return out, sums, totals, maxima, stats, kept
 
 
-def call_forward(*arguments: Any, keep: bool, maps: bytes | None = None) -> Results:
-    """The forward itself, without torch's dispatcher around it; the arguments are those of `attention` up to `tail`."""
-    q, k, v, sinks, far, state, masks, gain, arrays, *options = arguments
-    window, causal, tail = options[5], options[7], options[9]
+def call_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: list[Tensor],
+    far: list[Tensor],
+    state: list[Tensor],
+    masks: list[Tensor],
+    gain: Tensor,
+    arrays: Sequence[Tensor],
+    options: Options,
+    *,
+    keep: bool,
+    maps: bytes | None = None,
+) -> Results:
+    """The forward itself, without torch's dispatcher around it; `operators.attention` says what the arguments are."""
     state, masks = ([x.contiguous() for x in some] for some in (state, masks))  # a tracer may have changed the strides
-    call = make_call(q, k, v, sinks, far, state, masks, gain.contiguous(), arrays, *options, maps=maps)
-    results = empty_results(q, k, v, call.features, window >= 0, causal, tail, keep)
+    call = make_call(q, k, v, sinks, far, state, masks, gain.contiguous(), arrays, options, maps=maps)
+    results = empty_results(q, k, v, call.features, options, keep)
     out, sums, totals, maxima, stats, kept = results
     write(call, "out", out)
     if sums.numel() or totals.numel():
@@ -211,19 +235,28 @@ def call_forward(*arguments: Any, keep: bool, maps: bytes | None = None) -> Resu
     call.checkpoints = kept.data_ptr() or None
     call.differentiable = keep
     kernels = library.load()
-    single = window < 0 and causal and tail and not keep and q.shape[2] == k.shape[2] == 1
+    single = not options.near and options.causal and options.tail and not keep and q.shape[2] == k.shape[2] == 1
     check_status((kernels.subquad_step if single else kernels.subquad_forward)(ctypes.byref(call)))
     return results
 
 
-def call_backward(grads: list[Tensor], saved: list[Tensor], *arguments: Any) -> list[Tensor]:
+def call_backward(
+    grads: list[Tensor],
+    saved: list[Tensor],
+    sinks: list[Tensor],
+    far: list[Tensor],
+    state: list[Tensor],
+    masks: list[Tensor],
+    gain: Tensor,
+    arrays: list[Tensor],
+    options: Options,
+) -> list[Tensor]:
     """The backward itself, without torch's dispatcher around it; the arguments are those of `attention_backward`."""
-    sinks, far, state, masks, gain, arrays, *options = arguments
-    near = options[5] >= 0
+    near = options.near
     q, k, v, out, sums, totals, maxima, stats, kept = saved
     state, masks, grads = ([x.contiguous() for x in some] for some in (state, masks, grads))
     gain, stats, kept, sums, totals, maxima = (x.contiguous() for x in (gain, stats, kept, sums, totals, maxima))
-    call = make_call(q, k, v, sinks, far, state, masks, gain, arrays, *options)
+    call = make_call(q, k, v, sinks, far, state, masks, gain, arrays, options)
     results = empty_gradients(saved, sinks, far, state, gain, summed=near)
     dq, dk, dv, dsink_k, dsink_v, dfar_q, dfar_k, ds_in, dz_in, dgain = results
     for name, tensor in (("out", out), ("dout", grads[0]), ("dv", dv)):

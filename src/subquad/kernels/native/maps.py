@@ -26,6 +26,11 @@ class NativeMap(NamedTuple):
     packed: bytes | None = None
     packed_rows: bytes | None = None  # with the queries' own tilt, see `pack_maps`
 
+    @property
+    def options(self) -> tuple[float, str, bool, float]:
+        """The first of `Options`."""
+        return self.map[1:5]
+
 
 TAYLOR = NativeMap(MapArrays(function="taylor"))
 # Nothing is far.

@@ -6,15 +6,15 @@
 Registered with fake and autograd implementations, so `torch.compile(fullgraph=True)` keeps them as one node each. Empty
 tensors stand for "not there" (no mask, no state, no projection): a traced graph then has one signature.
 
-`attention` says what the arguments are. The same list of them goes through every entrance: the plain call
-(`call_forward`), the operator (tracers), and the autograd function (`functional_attention`). Eager training takes that
-one, because the first call of an operator makes torch import its compiler (two seconds, some 800 modules).
+`attention` says what the arguments are. The same tensors go through every entrance: the plain call (`call_forward`),
+the operator (for tracers; it takes the `Options` one by one), and the autograd function (`functional_attention`). Eager
+training takes that one, because the first call of an operator makes torch import its compiler (two seconds, some 800
+modules).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +22,9 @@ from torch import Tensor
 
 from ..checkpointing import tracing
 from ..operator import differentiable_once, refuse_forward_mode
-from .calls import Results, call_backward, call_forward, empty_gradients, empty_results, projection_rows
+from .calls import Options, Results, call_backward, call_forward, empty_gradients, empty_results, projection_rows
 
 __all__ = ["attention", "attention_backward", "functional_attention", "narrow", "widen_all"]
-
-
-def _options(arguments: Sequence[Any]) -> dict[str, Any]:
-    """What follows `arrays` in the arguments of `attention`, by name."""
-    names = "square function antithetic epsilon scale window past causal normalise tail".split()
-    return dict(zip(names, arguments, strict=True))
 
 
 @torch.library.custom_op("subquad::attention", mutates_args=())
@@ -76,11 +70,8 @@ def attention(
     Returns out (B, Hq, L, E) in v's dtype (float32 with `keep`), the far state or empty tensors, row statistics, and
     states along the sequence.
     """
-    return call_forward(
-        *(q, k, v, sinks, far, state, masks, gain, arrays, square, function, antithetic, epsilon),
-        *(scale, window, past, causal, normalise, tail),
-        keep=keep,
-    )
+    options = Options(square, function, antithetic, epsilon, scale, window, past, causal, normalise, tail)
+    return call_forward(q, k, v, sinks, far, state, masks, gain, arrays, options, keep=keep)
 
 
 @attention.register_fake
@@ -94,13 +85,12 @@ def _(
     masks: list[Tensor],
     gain: Tensor,
     arrays: list[Tensor],
-    *options: Any,
+    *given: Any,
 ) -> Results:
-    *given, keep = options
-    named = _options(given)
-    rows = projection_rows(far[0] if far else q, arrays[0], arrays[4], named["function"])
-    features = rows * (2 if named["antithetic"] else 1)
-    return empty_results(q, k, v, features, named["window"] >= 0, named["causal"], named["tail"], keep)
+    *listed, keep = given
+    options = Options(*listed)
+    rows = projection_rows(far[0] if far else q, arrays[0], arrays[4], options.function)
+    return empty_results(q, k, v, rows * (2 if options.antithetic else 1), options, keep)
 
 
 @torch.library.custom_op("subquad::attention_backward", mutates_args=())
@@ -128,10 +118,8 @@ def attention_backward(
 
     Returns [dq, dk, dv, dsink_k, dsink_v, dfar_q, dfar_k, dS_in, dz_in, dgain (B, Hq)], empty where there is no input.
     """
-    return call_backward(
-        *(grads, saved, sinks, far, state, masks, gain, arrays, square, function, antithetic, epsilon),
-        *(scale, window, past, causal, normalise, tail),
-    )
+    options = Options(square, function, antithetic, epsilon, scale, window, past, causal, normalise, tail)
+    return call_backward(grads, saved, sinks, far, state, masks, gain, arrays, options)
 
 
 @attention_backward.register_fake
@@ -159,7 +147,7 @@ def _split(tensors: list[Tensor], sizes: tuple[int, ...]) -> list[list[Tensor]]:
     return parts
 
 
-def _differentiate(saved: list[Tensor], sizes: tuple[int, ...], options: Any, grads: Any) -> tuple[Any, ...]:
+def _differentiate(saved: list[Tensor], sizes: tuple[int, ...], options: Options, grads: Any) -> tuple[Any, ...]:
     """(dq, dk, dv, dsinks, dfar, dstate, dgain) for the gradients of out, S and z."""
     core, rest = saved[:9], saved[9:]
     sinks, far, state, masks, (gain,), arrays = _split(rest, sizes)
@@ -167,8 +155,8 @@ def _differentiate(saved: list[Tensor], sizes: tuple[int, ...], options: Any, gr
         torch.zeros_like(like) if grad is None else grad.contiguous()
         for grad, like in zip(grads, core[3:6], strict=True)
     ]
-    run: Any = attention_backward if tracing(given[0]) else call_backward
-    found = run(given, core, sinks, far, state, masks, gain, arrays, *options)
+    tensors = (given, core, sinks, far, state, masks, gain, arrays)
+    found = attention_backward(*tensors, *options) if tracing(given[0]) else call_backward(*tensors, options)
     dq, dk, dv, dsink_k, dsink_v, dfar_q, dfar_k, ds, dz, dgain = found
     return (
         *(dq, dk, dv),
@@ -180,10 +168,10 @@ def _differentiate(saved: list[Tensor], sizes: tuple[int, ...], options: Any, gr
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    q, k, v, sinks, far, state, masks, gain, arrays, *options, _ = inputs
+    q, k, v, sinks, far, state, masks, gain, arrays, *options, _keep = inputs
     lists = [sinks, far, state, masks, [gain], arrays]
     ctx.save_for_backward(q, k, v, *output, *(x for part in lists for x in part))
-    ctx.options, ctx.sizes = options, tuple(len(part) for part in lists)
+    ctx.options, ctx.sizes = Options(*options), tuple(len(part) for part in lists)
 
 
 def _backward(ctx: Any, dout: Tensor, dsums: Tensor, dtotals: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -202,7 +190,7 @@ class _Functional(torch.autograd.Function):
     @staticmethod
     def forward(
         sizes: tuple[int, ...],
-        options: tuple[Any, ...],
+        options: Options,
         maps: bytes | None,
         q: Tensor,
         k: Tensor,
@@ -210,9 +198,11 @@ class _Functional(torch.autograd.Function):
         *rest: Tensor,
     ) -> Results:
         sinks, far, state, masks, (gain,), arrays = _split(list(rest), sizes)
-        run: Any = attention if tracing(q) else partial(call_forward, maps=maps)
-        result: Results = run(q, k, v, sinks, far, state, masks, gain, arrays, *options, keep=True)
-        return result
+        tensors = (q, k, v, sinks, far, state, masks, gain, arrays)
+        if tracing(q):
+            result: Results = attention(*tensors, *options, keep=True)
+            return result
+        return call_forward(*tensors, options, keep=True, maps=maps)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
@@ -244,7 +234,7 @@ def functional_attention(
     masks: list[Tensor],
     gain: Tensor,
     arrays: list[Tensor],
-    *options: Any,
+    options: Options,
     maps: bytes | None = None,
 ) -> Results:
     """`attention` with gradients, eagerly or inside torch.func transforms."""

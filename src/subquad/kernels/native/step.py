@@ -14,7 +14,7 @@ from torch import Tensor
 from ...state import State, Tokens
 from ..map_arrays import NOTHING
 from . import library
-from .calls import NO_MASK, NO_PLACES, make_call, past_sums, sums_after, write
+from .calls import NO_MASK, NO_PLACES, Options, make_call, past_sums, sums_after, write
 from .library import CallStruct, check_status
 from .maps import NativeMap
 from .pool import new_states, states_exceed_caches
@@ -35,8 +35,8 @@ def linear_step(
     """
     assert state.far is not None
     masks = _NO_MASKS if key_mask is None else [key_mask, *_NO_MASKS[1:]]
-    options = (*found.map[:5], 1.0, -1, 0, True, normalise, True)
-    call = make_call(q, k, v, [], [], [], masks, NOTHING, *options, maps=found.packed)
+    options = Options(*found.options, scale=1.0, window=-1, past=0, causal=True, normalise=normalise, tail=True)
+    call = make_call(q, k, v, [], [], [], masks, NOTHING, found.map.arrays, options, maps=found.packed)
     width = v.shape[3]
     shape = (call.batch, call.heads_kv, call.features)
     out = torch.empty((*q.shape[:3], width), dtype=v.dtype)
@@ -70,10 +70,10 @@ def window_step(
     window = window_k.shape[2]
     key_mask = None if key_mask is None else key_mask.contiguous()
     past = [] if state.far is None else past_sums(state.far)
-    options = (*found.map[1:5], scale, window, window, True, True, False)
+    options = Options(*found.options, scale=scale, window=window, past=window, causal=True, normalise=True, tail=False)
     keys, values = (window_k, window_v) if window else (k, v)
     arrays = [*found.map.arrays, found.map.tilt]
-    call = make_call(q, keys, values, [], far, past, _NO_MASKS, gain, arrays, *options, maps=found.packed_rows)
+    call = make_call(q, keys, values, [], far, past, _NO_MASKS, gain, arrays, options, maps=found.packed_rows)
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
     write(call, "out", out)
     write(call, "token_k", k)
