@@ -3,13 +3,12 @@
     checkpoints at l_1 < l_2 < ... <= l,   crop(n): from the last l_i <= n, scan the tokens l_i .. n again
 
 States are never changed, so a checkpoint is a reference and costs nothing but the memory it keeps alive. Kept are the
-checkpoints and tokens that the last `every` tokens need. Speculative decoding takes back what it guessed wrongly:
-Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023.
+checkpoints and copies of the tokens that the last `every` tokens need. Speculative decoding takes back what it guessed
+wrongly: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", 2023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -52,7 +51,10 @@ class Checkpoints:
     length: int = 0
     marks: tuple[tuple[int, Any], ...] = ()  # (length, state), the oldest first
     tokens: tuple[Piece, ...] = field(default=(), repr=False)  # since the first mark, call by call
-    again: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    # What scans them again.
+    mechanism: Any = field(default=None, repr=False, compare=False)
+    heads: int = field(default=0, repr=False)
+    scale: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         checks.check_positive("every", self.every)
@@ -80,21 +82,15 @@ class Checkpoints:
         if not marks or self.length - marks[-1][0] >= self.every:
             marks = (*marks, (self.length, self.state))
         out, after = mechanism.scan(q, k, v, self.state, key_mask=mask, **call)
-        tokens, now = (*tokens, (k, v, mask)), self.length + length
+        # Copies: the caller may use the memory again, and a view would keep all of a long prompt.
+        tokens, now = (*tokens, (k.clone(), v.clone(), None if mask is None else mask.clone())), self.length + length
         while len(marks) > 1 and now - marks[1][0] >= self.every:
             gone = marks[1][0] - marks[0][0]
             while gone > 0:
                 gone -= tokens[0][0].shape[2]
                 tokens = tokens[1:]
             marks = marks[1:]
-        # Queries have no part in a state: any will do when tokens are scanned again.
-        heads, scale = q.shape[1], call.get("scale")
-
-        def again(state: Any, k: Tensor, v: Tensor, mask: Tensor | None) -> Any:
-            none = k.new_zeros((k.shape[0], heads, k.shape[2], k.shape[3]))
-            return mechanism.scan(none, k, v, state, key_mask=mask, scale=scale)[1]
-
-        return out, Checkpoints(self.every, after, now, marks, tokens, again)
+        return out, Checkpoints(self.every, after, now, marks, tokens, mechanism, q.shape[1], call.get("scale"))
 
     def crop(self, length: int) -> Checkpoints:
         """The state after its first `length` tokens, padding included."""
@@ -115,8 +111,9 @@ class Checkpoints:
             some = min(length - done, k.shape[2])
             piece: Piece = (k[:, :, :some], v[:, :, :some], None if mask is None else mask[:, :some])
             if done >= at:
-                assert self.again is not None
-                state = self.again(state, *piece)
+                # Queries have no part in a state: any will do.
+                none = k.new_zeros((k.shape[0], self.heads, some, k.shape[3]))
+                state = self.mechanism.scan(none, *piece[:2], state, key_mask=piece[2], scale=self.scale)[1]
             kept.append(piece)
             done += some
         return replace(self, state=state, length=length, marks=marks, tokens=tuple(kept))
@@ -134,17 +131,17 @@ def unused(state: Any) -> bool:
 def _flatten(x: Checkpoints) -> tuple[list[Any], Any]:
     parts = [x.state, *(state for _, state in x.marks), *(y for piece in x.tokens for y in piece)]
     there = tuple(part is not None for part in parts)
-    context = (x.every, x.length, tuple(at for at, _ in x.marks), x.again, there)
+    context = (x.every, x.length, tuple(at for at, _ in x.marks), (x.mechanism, x.heads, x.scale), there)
     return [part for part in parts if part is not None], context
 
 
 def _unflatten(leaves: Any, context: Any) -> Checkpoints:
-    every, length, places, again, there = context
+    every, length, places, scanned_by, there = context
     given = iter(leaves)
     state, *parts = [next(given) if one else None for one in there]
     marks, tokens = parts[: len(places)], iter(parts[len(places) :])
     pieces: Any = tuple(zip(tokens, tokens, tokens, strict=True))  # k, v, mask of each call
-    return Checkpoints(every, state, length, tuple(zip(places, marks, strict=True)), pieces, again)
+    return Checkpoints(every, state, length, tuple(zip(places, marks, strict=True)), pieces, *scanned_by)
 
 
 pytree.register_pytree_node(Checkpoints, _flatten, _unflatten, serialized_type_name="subquad.Checkpoints")

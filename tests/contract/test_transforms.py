@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+from subquad.mechanisms import COMBINED, MECHANISMS
+
+from .conftest import CASES
+
 
 def test_compiles_without_graph_breaks(traced_case):
     attn, (q, k, v) = traced_case.make(), traced_case.inputs(length=20)
@@ -103,3 +107,22 @@ def test_compiles_with_inductor(first_case, dtype):
         got, want = compiled(q, k, v, is_causal=is_causal), attn(q, k, v, is_causal=is_causal)
         exact = dtype == torch.float64 and first_case.backend is None  # the native kernels compute in float32
         assert (got - want).abs().max() <= (1e-10 if exact else 1e-5)
+
+
+# Those that ask torch for exact attention, or write their options into a state; the rest in depth.
+DYNAMIC = ("softmax", "multipole")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in DYNAMIC else pytest.param(n, marks=pytest.mark.deep) for n in (*MECHANISMS, *COMBINED)]
+)
+def test_compiles_with_dynamic_shapes(name):
+    case = next(case for case in CASES if case.name == name and case.backend is None)
+    attn, (q, k, v) = case.make(), case.inputs(length=20)
+    calls = [lambda *x, is_causal=is_causal: attn(*x, is_causal=is_causal) for is_causal in case.causal_modes]
+    if attn.recurrent:
+        calls.append(lambda *x: attn.scan(*x)[0])
+    for call in calls:
+        torch._dynamo.reset()
+        got = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)(q, k, v)
+        assert (got - call(q, k, v)).abs().max() <= case.tolerance

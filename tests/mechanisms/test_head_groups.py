@@ -292,3 +292,29 @@ def test_models_take_it():
     again = sq.nn.ModelConfig.from_dict(json.loads(json.dumps(model.config.to_dict())))
     assert again.to_dict() == model.config.to_dict()
     assert model(torch.randn(2, 10, 16)).shape == (2, 10, 16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mechanism": "lsh", "rounds": 1, "buckets": 2, "bucket_size": 64, "shared_qk": True},
+        {"mechanism": "performer", "kernel": "gaussian", "num_features": 32},
+        {"mechanism": "performer", "features": "relu", "num_features": 32},
+        {"mechanism": "hybrid", "window": 2, "far": {"mechanism": "performer", "features": "relu", "num_features": 32}},
+    ],
+)
+def test_weights_that_are_no_function_of_the_score_are_not_balanced(options):
+    q, k, v = inputs(heads=2)
+    q = q @ torch.randn(D, D, generator=torch.Generator().manual_seed(2), dtype=q.dtype)
+    group = [{"heads": [0, 1], "seed": 1, **options}]
+    if options["mechanism"] == "hybrid":
+        group = [{"heads": [0, 1], **options, "far": {**options["far"], "seed": 1}}]
+    plain, balanced = (sq.create("head-groups", D, 2, groups=group, balance=balance) for balance in (False, True))
+    balanced.calibrate(q, k)
+    assert torch.equal(balanced(q, k, v), plain(q, k, v))
+
+
+def test_heads_are_integers():
+    for heads in ([0.7, 1], [True, False]):
+        with pytest.raises(TypeError, match="must be numbers of KV heads"):
+            sq.create("head-groups", D, 2, groups=[{"heads": heads, "mechanism": "linear"}])

@@ -401,3 +401,9 @@ def test_values_without_components_are_refused():
     for call in (attn.scan, attn.inspect, attn.estimated_error):
         with pytest.raises(ValueError, match="v must have a width of at least 1"):
             call(q, k, k[..., :0])
+
+
+def test_inspect_takes_a_bool_alone():
+    attn = sq.create("multipole", 8)
+    with pytest.raises(TypeError, match="is_causal"):
+        attn.inspect(*torch.randn(3, 1, 1, 8, 8), "yes")

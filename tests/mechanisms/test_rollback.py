@@ -1,5 +1,7 @@
 """Checkpoints: the last tokens can be taken back from the state of any mechanism that scans."""
 
+import pickle
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -64,3 +66,35 @@ def test_checkpoints_are_pytrees_and_merge():
     both = sq.merge(state, later)
     assert both.length == 30
     assert torch.allclose(attn.scan(*half[0], both)[0], attn.scan(*half[0], attn.scan(q, k, v)[1])[0])
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES[:-1]] + ["multipole constant"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_that_the_caller_uses_again_changes_no_state(name, options, dtype):
+    attn, (q, k, v) = sq.create(name, 8, 2, **options), tokens(12).to(dtype)
+    if attn.uses_calibration:
+        attn.calibrate(q, k)
+    mask, more = torch.ones(2, 12, dtype=torch.bool), tokens(3).to(dtype)
+    for state in (None, sq.Checkpoints(every=4)):
+        given = [x.clone() for x in (q, k, v, mask)]
+        _, after = attn.scan(*given[:3], state, key_mask=given[3])
+        for x in given:
+            x.zero_()
+        if state is not None:
+            after = after.crop(9)
+        length = 12 if state is None else 9
+        _, want = attn.scan(*(x[:, :, :length] for x in (q, k, v)))
+        torch.testing.assert_close(attn.scan(*more, after)[0], attn.scan(*more, want)[0])
+
+
+def test_of_a_long_prompt_only_the_end_is_kept_alive():
+    attn, (q, k, v) = sq.create("linear", 8), tokens(300)
+    _, state = attn.scan(q, k, v, sq.Checkpoints(every=4))
+    assert sum(x.untyped_storage().nbytes() for k, v, _ in state.tokens for x in (k, v)) == 2 * 2 * 2 * 4 * 8 * 8
+
+
+def test_checkpoints_are_pickled():
+    attn, (q, k, v) = sq.create("performer", 8, num_features=16, seed=0), tokens(20)
+    _, state = attn.scan(q, k, v, sq.Checkpoints(every=4))
+    again = pickle.loads(pickle.dumps(state)).crop(17)
+    assert torch.equal(again.state.weighted, state.crop(17).state.weighted)

@@ -149,3 +149,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(decoder):
     model.load_state_dict(missing, strict=False)
     assert torch.equal(model.embedding.weight, other["embedding.weight"])
     assert torch.equal(model.head.weight, before["head.weight"])
+
+
+@pytest.mark.parametrize("start", [0.5, -3, True, torch.zeros(1, 1, dtype=torch.int64)])
+def test_a_layer_takes_no_start_that_is_no_position(start):
+    layer = sq.nn.MultiheadAttention(8, 2, "linear", rotary=True)
+    with pytest.raises((TypeError, ValueError), match="start must"):
+        layer.scan(torch.randn(1, 3, 8), start=start)

@@ -136,3 +136,9 @@ def test_modules_keep_their_modes(decoder, tokens):
     assert [module.training for module in model.modules()] == before
     model.calibrate(tokens(2, 6))
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("row", [[-torch.inf, -torch.inf], [torch.inf, 0.0]])
+def test_logits_without_a_finite_largest_are_refused(row):
+    with pytest.raises(ValueError, match="the largest logit of a row is infinite"):
+        sq.nn.sample(torch.tensor([[0.0, 1.0], row]))

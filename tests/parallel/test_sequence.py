@@ -76,12 +76,19 @@ def test_causal_windows_reach_over_the_border_of_pieces(processes: Any) -> None:
 
 
 def check_short(rank: int, world: int) -> None:
-    """Fewer tokens than processes: some pieces are empty."""
-    attn = sq.create("linear", head_dim=8).double()
-    q, k, v, _ = (x[:, :, :2] if x.dim() == 4 else x for x in inputs())
-    expected = attn(q, k, v, is_causal=True)
-    out = sq.parallel.attention(attn, *(sq.parallel.split_sequence(x, 2) for x in (q, k, v)), is_causal=True)
-    torch.testing.assert_close(sq.parallel.gather_sequence(out, 2), expected)
+    """Fewer tokens than processes: some pieces are empty, and yet all take part in the backward."""
+    for config in ({"mechanism": "linear"}, *CAUSAL_ONLY):
+        attn = sq.create(head_dim=8, **config).double()
+        q, k, v = (x[:, :, :2] for x in inputs()[:3])
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = attn(*whole, is_causal=True)
+        expected.square().sum().backward()
+        pieces = [sq.parallel.split_sequence(x, 2).clone().requires_grad_() for x in (q, k, v)]
+        out = sq.parallel.attention(attn, *pieces, is_causal=True)
+        torch.testing.assert_close(sq.parallel.gather_sequence(out.detach(), 2), expected.detach())
+        out.square().sum().backward()
+        for piece, x in zip(pieces, whole, strict=True):
+            torch.testing.assert_close(piece.grad, sq.parallel.split_sequence(x.grad, 2))
 
 
 def test_pieces_may_be_empty(processes: Any) -> None:
@@ -149,6 +156,37 @@ def test_data_and_sequence_parallelism_together(processes: Any) -> None:
     processes(4, check_grid)
 
 
+class Wrapped(nn.Module):
+    """A model inside a module that knows nothing of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = sq.nn.TransformerEncoder(1, 2, 16, "linear", positions="sinusoidal", seed=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)  # type: ignore[no-any-return]
+
+
+def check_positions(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    x, source, target = torch.randn(2, 20, 16), torch.randint(0, 13, (2, 20)), torch.randint(0, 11, (2, 20))
+    cases: list[tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = [
+        (sq.nn.MultiheadAttention(16, 2, "linear", rotary=True), (x,), {"is_causal": True}),
+        (Wrapped(), (x,), {}),
+        (sq.nn.EncoderDecoder(1, 2, 16, 11, "linear", source_vocab=13, seed=0), (source, target), {}),
+    ]
+    for module, given, call in cases:
+        expected = module(*given, **call)
+        sharded = sq.parallel.shard_sequence(module)
+        out = sq.parallel.gather_sequence(sharded(*(sq.parallel.split_sequence(y) for y in given), **call))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5, msg=lambda m, c=module: f"{type(c)}: {m}")
+        torch.testing.assert_close(sharded.release()(*given, **call), expected)
+
+
+def test_positions_continue_inside_any_module(processes: Any) -> None:
+    processes(2, check_positions)
+
+
 def check_errors(rank: int, world: int) -> None:
     q, k, v, _ = inputs()
     pieces = [sq.parallel.split_sequence(x, 2) for x in (q, k, v)]
@@ -161,6 +199,9 @@ def check_errors(rank: int, world: int) -> None:
     other = sq.create("performer", head_dim=8, num_features=16, seed=rank).double()
     with pytest.raises(ValueError, match="same seed everywhere"):
         sq.parallel.attention(other, *pieces)
+    parts = [{"heads": [0], **MECHANISMS[1], "seed": rank}, {"heads": [1], "mechanism": "linear"}]
+    with pytest.raises(ValueError, match="same seed everywhere"):
+        sq.parallel.attention(sq.create("head-groups", 8, 4, 2, groups=parts).double(), *pieces, is_causal=True)
     model, tokens = model_and_tokens("rotary")
     before = model(tokens)
     sharded = sq.parallel.shard_sequence(model)

@@ -6,6 +6,7 @@ import torch
 import subquad as sq
 from subquad.features.coupling import orthogonal_gain, orthogonal_gain_trig
 from subquad.planning.closed_form import MOST_KEYS, RELIABLE, _Gain, closed_form, refusal
+from subquad.planning.piece import Piece
 
 D = 16
 FAMILIES = {
@@ -187,3 +188,17 @@ def test_what_is_exact_does_not_depend_on_the_mechanism():
     q, k = gaussian(kind="shifted", rows=40, keys=40)
     found = [sq.predict_error(q.float(), k.float(), name).uniform for name in ("linear", "taylor", "efficient")]
     assert found == pytest.approx([found[0]] * 3)
+
+
+@pytest.mark.parametrize("name", ["clustered", "improved-clustered", "nystrom"])
+def test_padded_queries_have_no_part_in_the_prediction(name):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 60, D, generator=generator)
+    mask = torch.rand(2, 60, generator=generator) > 0.3
+    attend = sq.create(name, D, 2, **({"landmarks": 8} if name == "nystrom" else {"clusters": 8, "seed": 0}))
+    exact, real = sq.attention(q, k, v, "softmax", key_mask=mask), mask[:, None, :, None]
+    off = attend(q, k, v, key_mask=mask, query_mask=mask) - exact
+    want = (off * real).square().sum() / (exact * real).square().sum()
+    assert Piece(q, k, v, tokens=60, key_mask=mask, every_sequence=True).error(attend) == pytest.approx(
+        float(want), rel=1e-4
+    )

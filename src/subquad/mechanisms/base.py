@@ -333,7 +333,7 @@ class Mechanism(nn.Module):
 
         >>> import subquad as sq
         >>> far = {"performer": True, "linear": False}
-        >>> [sq.create("hybrid", 8, far=name).is_random == random for name, random in far.items()]
+        >>> [sq.create("hybrid", 8, heads=2, far=name).is_random == random for name, random in far.items()]
         [True, True]
         """
         parts = [module for module in self.modules() if isinstance(module, Mechanism) and module is not self]

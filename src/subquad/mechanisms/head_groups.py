@@ -4,7 +4,8 @@
 
 Some heads look at their neighbours, some at the whole sequence: a window serves the first, features the second. With
 `balance`, queries and keys are first brought to coordinates that suit the group's mechanism, which leaves every score
-as it is, (T q).(T^-T k) = q.k. T comes from calibration:
+as it is, (T q).(T^-T k) = q.k. Mechanisms whose weights are no function of q.k (shared queries and keys, other kernels)
+keep their coordinates. T comes from calibration:
 
     random features        the same covariance for queries and keys: several times less noise
     clusters of keys       E[q q^T] = 1: keys that make the same scores are near each other
@@ -21,7 +22,6 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .. import checks
 from ..features.calibration import Calibration, balancing_map, calibrations, whitening_map
@@ -29,7 +29,7 @@ from ..features.precision import Float32Buffers, full_precision
 from ..features.random import apply_statistics
 from ..features.seeded import Projection
 from ..kernels.operator import Call
-from ..state import check_continues, check_same, merge, register_state
+from ..state import Movable, check_continues, check_same, merge, register_state
 from .base import Mechanism
 from .clustered import Clustered, ImprovedClustered
 from .multipole import Multipole
@@ -38,7 +38,7 @@ __all__ = ["HeadGroups", "HeadGroupsState"]
 
 
 @dataclass(frozen=True)
-class HeadGroupsState:
+class HeadGroupsState(Movable):
     """The states of all groups, in their order. Immutable; merges group by group."""
 
     parts: tuple[Any, ...]
@@ -48,16 +48,6 @@ class HeadGroupsState:
         """This context followed by `later`'s."""
         check_same(self, later)
         return replace(self, parts=tuple(merge(a, b) for a, b in zip(self.parts, later.parts, strict=True)))
-
-    def to(self, device: torch.device | str) -> HeadGroupsState:
-        """The same state on another device."""
-        moved: HeadGroupsState = pytree.tree_map(lambda x: x.to(device), self)
-        return moved
-
-    def detach(self) -> HeadGroupsState:
-        """The same state, cut off from the graph."""
-        cut: HeadGroupsState = pytree.tree_map(torch.detach, self)
-        return cut
 
 
 register_state(HeadGroupsState)
@@ -122,7 +112,9 @@ def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[lis
             )
         if "mechanism" not in options:
             raise ValueError(f"groups[{number}]={dict(group)!r} must name its mechanism")
-        parsed.append(([int(h) for h in heads], options))
+        if not all(type(h) is int for h in heads):
+            raise TypeError(f"groups[{number}]: heads must be numbers of KV heads, got {list(heads)!r}")
+        parsed.append((list(heads), options))
     flat = sorted(h for heads, _ in parsed for h in heads)
     if flat != list(range(kv_heads)):
         raise ValueError(f"groups must name each of the {kv_heads} KV heads exactly once, got {flat}")
@@ -313,7 +305,9 @@ class HeadGroups(Mechanism):
     def _split(self, i: int, q: Tensor | None, *keys: Tensor) -> list[Any]:
         """q and the tensors of keys (k, or k and v) of group i, in its coordinates."""
         picked: list[Any] = [None if x is None else self._pick(i, x) for x in (q, *keys)]
-        if self.balancing is not None and _has_coordinates(self.members[i]):
+        part = self.members[i]
+        assert isinstance(part, Mechanism)
+        if self.balancing is not None and _has_coordinates(part):
             self._check_ready()
             heads = self.get_buffer(f"kv_{i}")
             if q is not None:
@@ -391,6 +385,10 @@ def _own(part: Mechanism, call: Call) -> Call:
     return call._replace(scale=part.resolve_scale(None)) if math.isnan(call.scale) else call
 
 
-def _has_coordinates(part: nn.Module) -> bool:
-    """Whether it matters to a mechanism in which coordinates queries and keys are."""
-    return isinstance(part, Multipole) or any(isinstance(x, (Calibration, Projection)) for x in part.modules())
+def _has_coordinates(part: Mechanism) -> bool:
+    """Whether a mechanism estimates a function of q.k, and errs differently in other coordinates."""
+    if isinstance(part, Multipole):
+        return True
+    feature_map = getattr(getattr(part, "far", part), "feature_map", None)
+    of_scores = part.uses_keys if feature_map is None else feature_map.estimates_softmax
+    return of_scores and any(isinstance(x, (Calibration, Projection)) for x in part.modules())

@@ -151,6 +151,8 @@ class Multipole(Mechanism):
         self.chunk, self.clusters, self.exact_keys, self.iterations = chunk, clusters, exact_keys, iterations
         self.error, self.cap, self.radius = error, cap, radius
         self.draw = ClusterDraw(clusters, 1, head_dim, seed=seed)
+        # Kept: a decode step has no time to write it, and a tracer no way.
+        self._identity = f"multipole({self.extra_repr()})"
 
     @property
     def seed(self) -> int:
@@ -227,7 +229,7 @@ class Multipole(Mechanism):
             return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
 
     def _origin(self, scale: float) -> str:
-        return f"multipole({self.extra_repr()}) draw {self.draw.draw_key()} scale {scale:.9g}"
+        return f"{self._identity} draw {self.draw.draw_key()} scale {scale:.9g}"
 
     def _checked(
         self, state: Any, scale: float, tokens: Tensor, heads: int | None = None, width: int | None = None
@@ -262,8 +264,8 @@ class Multipole(Mechanism):
         after = self._absorb(k, v, state, call)
         known = Choices(after.order, after.sizes)
         spec = self._spec(causal=True, past=after.k.shape[2] - k.shape[2], known=known)
-        masked = call.key_mask is not None or (not tracing(k) and not bool(after.mask.all()))
-        seen = call._replace(key_mask=after.mask if masked or tracing(k) else None, query_mask=None)
+        masked = call.key_mask is not None or tracing(k) or not bool(after.mask.all())
+        seen = call._replace(key_mask=after.mask if masked else None, query_mask=None)
         return self._computed(spec, seen, q, after.k, after.v), after
 
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
@@ -276,7 +278,9 @@ class Multipole(Mechanism):
             return MultipoleState.of(pages, self._origin(call.scale))
         mask = real_keys(k, call.key_mask)
         known = None
-        if state is not None:
+        if state is None:
+            k, v, mask = k.clone(), v.clone(), mask.clone()  # the caller may use the memory again
+        else:
             before = state
             k, v = torch.cat([before.k, k], 2), torch.cat([before.v, v], 2)
             mask = torch.cat([before.mask, mask], 1)
@@ -323,6 +327,7 @@ class Multipole(Mechanism):
             raise ValueError("memory='constant' chooses no keys, so there is nothing to inspect; use memory='all'")
         checks.check_attention(q, k, v, head_dim=self.head_dim, heads=self.heads, kv_heads=self.kv_heads)
         checks.check_value_width(v)
+        checks.check_flag("is_causal", is_causal)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
         if is_causal and q.shape[2] != k.shape[2]:
             raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")

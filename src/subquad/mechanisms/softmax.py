@@ -18,14 +18,14 @@ from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
 from ..kernels.reference import dense_softmax
-from ..state import check_continues, check_crop, check_fits, check_same, check_tokens_join, register_state
+from ..state import Movable, check_continues, check_crop, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism, check_call
 
 __all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
 
 
 @dataclass(frozen=True)
-class KVState:
+class KVState(Movable):
     """All keys (B, H, S, D), values (B, H, S, E) and which of them are real (B, S) so far."""
 
     crops: ClassVar[bool] = True
@@ -61,9 +61,19 @@ class KVState:
 register_state(KVState)
 
 
+def decided(truth: bool) -> bool:
+    """`truth` as a plain bool: with dynamic shapes torch.compile has a symbolic one, which torch's attention refuses.
+
+    A branch makes the tracer decide; bool() would not.
+    """
+    if truth:  # noqa: SIM103
+        return True
+    return False
+
+
 def fused_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> Tensor:
     """`dense_softmax` by torch's fused attention; `visible` None: every key, or every earlier one."""
-    grouped = q.shape[1] != k.shape[1]
+    grouped = decided(q.shape[1] != k.shape[1])
     if visible is None:
         return fused_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     # A row without a visible key would be 0/0: let it see everything, then make it 0.
@@ -123,7 +133,8 @@ class Softmax(Mechanism):
         if backend is not None:
             assert visible is not None
             return dense_softmax(q, k, v, visible, scale)
-        return fused_softmax(q, k, v, visible, is_causal and past == 0, scale)
+        # autocast would give it its own dtype
+        return fused_softmax(q, k, v, visible, is_causal and decided(past == 0), scale).to(v.dtype)
 
     def _origin(self, scale: float) -> str:
         return f"softmax scale {scale:.9g}"
@@ -146,7 +157,10 @@ class Softmax(Mechanism):
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> KVState:
         check_call(call)
         new = KVState(k, v, real_keys(k, call.key_mask), self._origin(call.scale))
-        return new if state is None else self._checked(state, call.scale, k, k.shape[1], v.shape[-1]).merge(new)
+        if state is None:
+            # Copies: the caller may use the memory again.
+            return KVState(k.clone(), v.clone(), new.mask.clone(), new.origin)
+        return self._checked(state, call.scale, k, k.shape[1], v.shape[-1]).merge(new)
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         check_call(call)

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..mechanisms import Mechanism
-from ..state import check_same, merge, register_state
+from ..state import Movable, check_same, merge, register_state
 from .config import LayerMechanism
 from .layer_mechanisms import make_mechanism
 from .modes import evaluation_mode
-from .positions import Rotation, rotation_at, token_positions
+from .positions import Rotation, SequenceStart, checked_start, rotation_at, token_positions
 
 __all__ = ["AttentionState", "MultiheadAttention", "calibrating", "check_sequence", "reset_linear"]
 
 
 @dataclass(frozen=True)
-class AttentionState:
+class AttentionState(Movable):
     """What a layer remembers: the mechanism's state, and where the next token stands. Immutable.
 
     start, length: (B,) int64: the position of the first token, and the number of real tokens since
@@ -100,6 +100,8 @@ class MultiheadAttention(nn.Module):
     >>> torch.allclose(torch.cat([first, rest], 1), out, atol=1e-5)
     True
     """
+
+    sequence_start: SequenceStart | None = None
 
     def __init__(
         self,
@@ -199,7 +201,8 @@ class MultiheadAttention(nn.Module):
             checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
             query_mask = key_mask if query_mask is None else query_mask
             if rotation is None and self.rotary:
-                rotation = self._rotation(token_positions(x.shape[1], key_mask, x.device), x.dtype)
+                start = None if self.sequence_start is None else self.sequence_start(x, key_mask)
+                rotation = self._rotation(token_positions(x.shape[1], key_mask, x.device, start), x.dtype)
         else:
             check_sequence("context", context, self.context_dim)
             rotation = None
@@ -226,7 +229,8 @@ class MultiheadAttention(nn.Module):
         check_sequence("x", x, self.dim)
         checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
         if state is None:
-            begin = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) + start
+            begin = checked_start(start, x.shape[0], x.device)
+            assert begin is not None
             state = AttentionState(None, begin, torch.zeros_like(begin))
         elif not isinstance(state, AttentionState):
             raise TypeError(f"state must be an AttentionState from this layer's scan(), got {type(state).__name__}")

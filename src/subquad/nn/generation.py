@@ -50,6 +50,10 @@ def sample(
     check_sampling(temperature, top_k, top_p)
     if bool(logits.isnan().any()):
         raise ValueError("logits hold NaN: the model diverged, or its input did; there is no most likely token")
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise ValueError(
+            "the largest logit of a row is infinite: every token is forbidden there, or the model overflowed"
+        )
     if temperature == 0:
         return logits.argmax(-1)
     # Relative to the largest first: a tiny temperature then gives -inf and 0, never inf - inf.

@@ -11,6 +11,7 @@ is placed as well as the first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,19 @@ from torch import Tensor, nn
 from ..features.precision import compute_dtype
 from ..kernels.checkpointing import tracing
 
-__all__ = ["LearnedPositions", "Rotation", "SinusoidalPositions", "checked_start", "rotation_at", "token_positions"]
+__all__ = [
+    "LearnedPositions",
+    "Rotation",
+    "SequenceStart",
+    "SinusoidalPositions",
+    "checked_start",
+    "rotation_at",
+    "token_positions",
+]
+
+
+# Where the tokens x (B, L, ...) with the padding key_mask (B, L) begin, (B,): of a sequence that is cut over processes.
+SequenceStart = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def token_positions(length: int, key_mask: Tensor | None, device: torch.device, start: Tensor | None = None) -> Tensor:

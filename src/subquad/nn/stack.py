@@ -22,7 +22,15 @@ from .attention import MultiheadAttention, calibrating, check_sequence
 from .blocks import Block, BlockInputs, make_norm
 from .config import ModelConfig
 from .layer_mechanisms import draw_seed, layer_mechanisms
-from .positions import LearnedPositions, Rotation, SinusoidalPositions, checked_start, rotation_at, token_positions
+from .positions import (
+    LearnedPositions,
+    Rotation,
+    SequenceStart,
+    SinusoidalPositions,
+    checked_start,
+    rotation_at,
+    token_positions,
+)
 from .recomputing import recomputed
 from .reversible import run_reversible
 from .states import ModelState
@@ -160,6 +168,8 @@ class Model(nn.Module):
 class Stack(Model):
     """Embedding, positions, blocks and final norm: what an encoder and a decoder have in common."""
 
+    sequence_start: SequenceStart | None = None
+
     def __init__(self, config: ModelConfig, *, is_causal: bool) -> None:
         super().__init__()
         assert config.seed is not None
@@ -228,6 +238,8 @@ class Stack(Model):
         """
         checks.check_mask("key_mask", key_mask, x.shape[0], x.shape[1], x.device)
         start = checked_start(start, x.shape[0], x.device)
+        if start is None and self.sequence_start is not None and self.config.positions != "none":
+            start = self.sequence_start(x, key_mask)
         order = None
         if key_mask is not None:
             # Padding at either end of a sequence exists for no mechanism; inside, some would count it as a place.

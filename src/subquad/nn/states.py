@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import checks
-from ..state import check_same, merge, register_state
+from ..state import Movable, check_same, merge, register_state
 
 __all__ = ["ModelState"]
 
 
 @dataclass(frozen=True)
-class ModelState:
+class ModelState(Movable):
     """What a model remembers after a `scan`. It is never changed in place, so it can be kept and continued many times.
 
     layers: one state per layer, the mechanism's own (None before the first token)
@@ -59,10 +59,6 @@ class ModelState:
             length=self.length + later.length,
         )
 
-    def _mapped(self, change: Any) -> ModelState:
-        mapped: ModelState = pytree.tree_map_only(Tensor, change, self)
-        return mapped
-
     def select(self, index: Tensor) -> ModelState:
         """The states of sequences `index` (N,) int64: to reorder, repeat or drop sequences of a batch.
 
@@ -78,20 +74,13 @@ class ModelState:
                 f"index must be an integer tensor of shape (sequences,), got {given}; for example torch.tensor([1, 0])"
             )
         try:
-            return self._mapped(lambda x: x.index_select(0, index.to(x.device)))
+            chosen: ModelState = pytree.tree_map_only(Tensor, lambda x: x.index_select(0, index.to(x.device)), self)
+            return chosen
         except IndexError:
             # Asked afterwards: looking at the numbers first would make every call wait for the device.
             raise ValueError(
                 f"index={index.tolist()} must be among the sequences of these states, 0..{self.batch - 1}"
             ) from None
-
-    def to(self, device: torch.device | str) -> ModelState:
-        """The same state on another device."""
-        return self._mapped(lambda x: x.to(device))
-
-    def detach(self) -> ModelState:
-        """The same state, cut off from the graph: truncated back-propagation through time."""
-        return self._mapped(Tensor.detach)
 
 
 register_state(ModelState)

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from ..kernels.operator import Call
 from ..mechanisms import Mechanism
 from ..mechanisms.kernelised import Kernelised
+from ..nn.attention import MultiheadAttention
 from ..nn.stack import Stack
 from ..state import merge
 from .exchange import gather_tensors, place
@@ -71,6 +72,11 @@ class _Pieces:
                 f"{mechanism.name} over a sequence that is cut over processes is causal only: without is_causal=True "
                 "a window needs the keys of the next piece. Use a kernelised mechanism, or one process per sequence"
             )
+        if k.shape[2] == 0:
+            # The state of no tokens does not depend on k and v; without a path to them autograd would leave this
+            # process out of the backward of the exchange, which the others wait for.
+            nothing = k.sum() + v.sum()
+            own = pytree.tree_map(lambda x: x + nothing.to(x.dtype) if x.is_floating_point() else x, own)
         states, tie = self._gathered(own)
         if not is_causal:
             out = mechanism._read(q, reduce(merge, states), call)
@@ -80,10 +86,17 @@ class _Pieces:
         # The first process uses no other's state, yet has to take part in the backward of the exchange.
         return (out + tie).to(v.dtype)
 
+    def start(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """(B,): how many real tokens the pieces before this process's x (B, L_r, ...) hold."""
+        rank, _ = place(self.group)
+        real = torch.full((x.shape[0],), x.shape[1], device=x.device) if key_mask is None else key_mask.sum(-1)
+        rows = gather_tensors([real], self.group)
+        return sum((row[0] for row in rows[:rank]), torch.zeros_like(real))
+
     def _gathered(self, own: Any) -> tuple[list[Any], Tensor]:
         """Everyone's states in order, and a zero that depends on all of them."""
         leaves, spec = pytree.tree_flatten(own)
-        digest = hashlib.sha256(own.origin.encode()).digest()[:8]
+        digest = hashlib.sha256(repr(_origins(own)).encode()).digest()[:8]
         mark = torch.tensor(list(digest), dtype=torch.uint8, device=leaves[0].device)
         rows = gather_tensors([*leaves, mark], self.group)
         rank, _ = place(self.group)
@@ -95,6 +108,11 @@ class _Pieces:
                 )
         tie = torch.stack([x.flatten()[:0].sum() for row in rows for x in row[:-1] if x.is_floating_point()]).sum()
         return [pytree.tree_unflatten(row[:-1], spec) for row in rows], tie
+
+
+def _origins(state: Any) -> list[str]:
+    """The origin of a state and of those that it is made of."""
+    return [state.origin, *(origin for part in getattr(state, "parts", ()) for origin in _origins(part))]
 
 
 def _check(mechanism: Mechanism) -> None:
@@ -154,6 +172,9 @@ class SequenceParallel(nn.Module):
             raise ValueError(f"{type(module).__name__} holds no subquad mechanism; build it with subquad.nn")
         for mechanism in own:
             _check(mechanism)
+        for part in module.modules():
+            if isinstance(part, (Stack, MultiheadAttention)):
+                part.sequence_start = _Pieces(group).start
         for mechanism in own:
             mechanism.attend_override = _Pieces(group)
         self.module = module
@@ -163,22 +184,15 @@ class SequenceParallel(nn.Module):
         """The module's own forward on this piece: x (B, L_r) or (B, L_r, dim), key_mask (B, L_r); out (B, L_r, ...)."""
         if key_mask is not None:
             call["key_mask"] = key_mask
-        if isinstance(self.module, Stack) and self.module.config.positions != "none":
-            call.setdefault("start", self._start(x, key_mask))
         return self.module(x, *args, **call)
-
-    def _start(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """(B,): how many real tokens the pieces before this one hold."""
-        rank, _ = place(self.group)
-        real = torch.full((x.shape[0],), x.shape[1], device=x.device) if key_mask is None else key_mask.sum(-1)
-        rows = gather_tensors([real], self.group)
-        return sum((row[0] for row in rows[:rank]), torch.zeros_like(real))
 
     def release(self) -> nn.Module:
         """The module itself; its attention no longer exchanges states."""
-        for mechanism in self.module.modules():
-            if isinstance(mechanism, Mechanism):
-                mechanism.attend_override = None
+        for part in self.module.modules():
+            if isinstance(part, Mechanism):
+                part.attend_override = None
+            elif isinstance(part, (Stack, MultiheadAttention)):
+                part.sequence_start = None
         return self.module
 
 
@@ -186,7 +200,9 @@ def shard_sequence(module: nn.Module, group: ProcessGroup | None = None) -> Sequ
     """`module` for sequences that are cut over the processes of `group` (None = all), in order of rank.
 
     module: a model of `subquad.nn`, any module whose attention is subquad mechanisms, or a mechanism itself; the same
-            weights on every process. Positions continue from piece to piece (sinusoidal, learned, rotary).
+            weights on every process. The positions of subquad's models and layers continue from piece to piece
+            (sinusoidal, learned, rotary), also inside other modules; those that a module makes itself it has to
+            continue itself.
 
     Cut the input with `split_sequence`; the output is this process's piece. Gradients of parameters are this process's
     share: sum them over the group, or wrap the result in DistributedDataParallel, which averages them. With the mean

@@ -51,7 +51,7 @@ def uniform_attention(
 
 def uniform_error(piece: Piece) -> float:
     """The error of the mean of the values: what is not below it is of no use."""
-    return piece.error(lambda q, k, v, scale, **call: uniform_attention(q, k, v, **call))
+    return piece.error(lambda q, k, v, scale, query_mask, **call: uniform_attention(q, k, v, **call))
 
 
 def baseline_errors(piece: Piece, q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> dict[str, float]:

@@ -133,6 +133,7 @@ class Piece:
         self.scale = 1.0 / math.sqrt(self.q.shape[-1]) if scale is None else scale
         # Padding is no query either, and a row without any key is 0 in both.
         queries = real if real is not None and length == size else None
+        self.call["query_mask"] = queries
         self.index, self.count = self._compared(queries, is_causal)
         exact, squares = zip(*self._exact_rows(is_causal, real), strict=True)
         self.exact = torch.cat(exact, 2)
@@ -225,7 +226,10 @@ class Piece:
         # Queries of random features do not see each other: only those compared need to run.
         alone = isinstance(attend, Kernelised) and not self.call["is_causal"] and self.index is not None
         with torch.no_grad():
-            out = attend(self._picked(self.q) if alone else self.q, self.k, self.v, **self.call)
+            if alone:
+                out = attend(self._picked(self.q), self.k, self.v, **{**self.call, "query_mask": None})
+            else:
+                out = attend(self.q, self.k, self.v, **self.call)
         difference = (out if alone else self._picked(out)) - self.exact
         return torch.nan_to_num(difference.square_().sum(-1).double() * self.count, nan=math.inf, posinf=math.inf)
 

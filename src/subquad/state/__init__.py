@@ -5,6 +5,7 @@ cached once and a sequence can be cut over machines.
 """
 
 from .checks import (
+    Movable,
     check_continues,
     check_crop,
     check_fits,
@@ -18,6 +19,7 @@ from .sums import Partial, Sums, finite, join, masked, row_weights, safe_divide
 from .windowed import State, Tokens, take
 
 __all__ = [
+    "Movable",
     "Partial",
     "State",
     "Sums",

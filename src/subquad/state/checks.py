@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -12,6 +13,7 @@ from ..checks import describe_shape
 from ..features.precision import compute_dtype
 
 __all__ = [
+    "Movable",
     "check_continues",
     "check_crop",
     "check_fits",
@@ -21,6 +23,18 @@ __all__ = [
     "register_state",
     "state_bytes",
 ]
+
+
+class Movable:
+    """What a state that is a pytree of tensors can do besides being continued."""
+
+    def to(self, device: torch.device | str) -> Any:
+        """The same state on another device."""
+        return pytree.tree_map_only(Tensor, lambda x: x.to(device), self)
+
+    def detach(self) -> Any:
+        """The same state, cut off from the graph: truncated back-propagation through time."""
+        return pytree.tree_map_only(Tensor, Tensor.detach, self)
 
 
 def check_continues(state: Any, kind: type[Any], origin: str, made_by: str) -> None:

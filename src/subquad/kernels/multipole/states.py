@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from ...state import check_crop, check_same, check_tokens_join, register_state
+from ...state import Movable, check_crop, check_same, check_tokens_join, register_state
 from .constant import Far, Memory
 from .pages import Pages
 
@@ -22,7 +22,7 @@ __all__ = ["ConstantState", "MultipoleState"]
 Kind = TypeVar("Kind", bound="_Paged")
 
 
-class _Paged:
+class _Paged(Movable):
     """Tensors that are copied from `pages` when they are asked for."""
 
     origin: str
