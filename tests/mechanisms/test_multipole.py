@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import subquad as sq
 from subquad.kernels.multipole import BACKENDS, native, reference
-from subquad.kernels.multipole.definition import cluster_keys, rank_order, take
+from subquad.kernels.multipole.definition import cluster_keys, rank_order, take_per_head
 from subquad.kernels.native import library
 from subquad.kernels.operator import Call
 from subquad.kernels.padding import real_keys
@@ -31,7 +31,10 @@ def clustered(length=1024, centres=20, dim=16, spread=0.3, seed=0, heads=2, norm
     g = torch.Generator().manual_seed(seed)
     middle = norm * torch.randn(1, heads, centres, dim, generator=g)
     index = torch.randint(centres, (2, 1, heads, length), generator=g)
-    q, k = (take(middle, i) + spread * torch.randn(1, heads, length, dim, generator=g) for i in (index[0], index[1]))
+    q, k = (
+        take_per_head(middle, i) + spread * torch.randn(1, heads, length, dim, generator=g)
+        for i in (index[0], index[1])
+    )
     return q, k, torch.randn(1, heads, length, dim, generator=g)
 
 
@@ -74,7 +77,7 @@ def test_clusters_are_a_pure_function_of_the_chunk(backend):
         if make is not None:
             return make(spec, call, k)
         real = real_keys(k, call.key_mask)
-        return cluster_keys(spec, take(k, rank_order(real)[:, None].expand(-1, k.shape[1], -1)), real)
+        return cluster_keys(spec, take_per_head(k, rank_order(real)[:, None].expand(-1, k.shape[1], -1)), real)
 
     whole = run(k)
     assert torch.equal(run(k[1:, :, :70]).order, whole.order[1:, :, :2])  # another length and batch
@@ -236,7 +239,7 @@ def test_needles_are_found(tight):
         dim, length = 64, 4096
         k = torch.randn(1, 1, length, dim, generator=g)
         if tight:
-            k = take(k, torch.randint(64, (1, 1, length), generator=g)) + 0.02 * k
+            k = take_per_head(k, torch.randint(64, (1, 1, length), generator=g)) + 0.02 * k
         k = math.sqrt(dim) * k / k.norm(dim=-1, keepdim=True)
         place = int(torch.randint(length, (), generator=g))
         needle = F.normalize(torch.randn(dim, generator=g), dim=-1) * math.sqrt(dim)

@@ -22,10 +22,13 @@ from ..kernels.operator import Call
 from ..rollback import Checkpoints
 from ..state import State, check_continues, check_fits
 
-__all__ = ["Mechanism", "check_call", "without_padding"]
+__all__ = ["SHAPE", "Mechanism", "check_call", "without_padding"]
 
 
-# Options of each class: reading a signature takes a fifth of a decode step, whose state names its origin by them.
+# What a layer says of every mechanism; the other arguments of a class are its options.
+SHAPE = ("head_dim", "heads", "kv_heads")
+# Options of each class: reading a signature takes a fifth of a decode step, whose state names its origin by them. Not a
+# functools.cache, of which torch.compile warns.
 _OPTIONS: dict[type, dict[str, Any]] = {}
 
 
@@ -105,7 +108,7 @@ class Mechanism(nn.Module):
         found = _OPTIONS.get(cls)
         if found is None:
             parameters = inspect.signature(cls.__init__).parameters.values()
-            fixed = ("self", "head_dim", "heads", "kv_heads")
+            fixed = ("self", *SHAPE)
             found = {p.name: p.default for p in parameters if p.name not in fixed and p.kind is not p.VAR_KEYWORD}
             _OPTIONS[cls] = found
         return dict(found)

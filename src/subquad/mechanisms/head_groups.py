@@ -30,7 +30,7 @@ from ..features.random import apply_statistics
 from ..features.seeded import Projection
 from ..kernels.operator import Call
 from ..state import Movable, check_continues, check_same, merge, register_state
-from .base import Mechanism
+from .base import SHAPE, Mechanism
 from .clustered import Clustered, ImprovedClustered
 from .multipole import Multipole
 
@@ -242,7 +242,7 @@ class HeadGroups(Mechanism):
         rows = []
         for numbers, part in zip(self._heads, self.parts(), strict=True):
             config = part.config()
-            rows.append({"heads": list(numbers), **{k: v for k, v in config.items() if k not in _SHAPE}})
+            rows.append({"heads": list(numbers), **{k: v for k, v in config.items() if k not in SHAPE}})
         return rows
 
     def extra_repr(self) -> str:
@@ -375,9 +375,6 @@ class HeadGroups(Mechanism):
         states = self._states(state, call.scale)
         parts = enumerate(self.parts())
         return self._joined([part._read(self._split(i, q)[0], states[i], _own(part, call)) for i, part in parts])
-
-
-_SHAPE = ("head_dim", "heads", "kv_heads")
 
 
 def _own(part: Mechanism, call: Call) -> Call:

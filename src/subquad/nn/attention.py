@@ -38,7 +38,11 @@ class AttentionState(Movable):
     inner: Any
     start: Tensor
     length: Tensor
-    origin: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Which mechanism made it."""
+        return str(getattr(self.inner, "origin", ""))
 
     def merge(self, later: AttentionState) -> AttentionState:
         """This context followed by `later`'s, each encoded on its own; the next token stands after both."""
@@ -46,7 +50,7 @@ class AttentionState(Movable):
         return replace(self, inner=merge(self.inner, later.inner), length=self.length + later.length)
 
 
-register_state(AttentionState)
+register_state(AttentionState, static=())
 
 
 def check_sequence(argument: str, x: object, dim: int) -> None:

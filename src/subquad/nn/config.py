@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import checks
 from ..mechanisms import COMBINED, MECHANISMS, Mechanism
+from ..mechanisms.base import SHAPE
 
 __all__ = ["CONFIG_VERSION", "LayerMechanism", "MechanismChoice", "ModelConfig", "check_version", "mechanism_data"]
 
@@ -72,8 +73,7 @@ def mechanism_data(argument: str, choice: Any) -> Any:
                 f"{argument} holds an object of {type(choice).__name__}, which is not one of list_mechanisms(), so it "
                 "has no JSON form; build the model in code and load its state_dict"
             )
-        fixed = ("head_dim", "heads", "kv_heads")
-        return {name: value for name, value in choice.config().items() if name not in fixed}
+        return {name: value for name, value in choice.config().items() if name not in SHAPE}
     if isinstance(choice, Mapping):
         return {name: mechanism_data(f"{argument}[{name!r}]", value) for name, value in choice.items()}
     if isinstance(choice, (tuple, list)):

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...features.calibration import Calibration
 from ...mechanisms import Mechanism
+from ...mechanisms.base import SHAPE
 from ...mechanisms.softmax import Softmax
 from ...nn.layer_mechanisms import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
@@ -69,8 +70,7 @@ def _build(choice: Any, layer: AttentionLayer, options: Mapping[str, Any], alone
         choice = choice.config()
     given = dict(options)
     if isinstance(choice, Mapping):
-        fixed = ("head_dim", "heads", "kv_heads")
-        given = {**{k: v for k, v in choice.items() if k != "mechanism" and k not in fixed}, **given}
+        given = {**{k: v for k, v in choice.items() if k not in ("mechanism", *SHAPE)}, **given}
         choice = choice.get("mechanism")
     if not alone:
         given = per_layer(given, layer.index)

@@ -26,7 +26,7 @@ from .definition import (
     sight,
     slot_of_members,
     statistics,
-    take,
+    take_per_head,
     weighted,
 )
 
@@ -80,7 +80,7 @@ def cluster(spec: Spec, call: Call, k: Tensor) -> Choices:
     """Clusters of the complete chunks of keys k (B, H, S, D); those of `spec.known` stay as they are."""
     mask = real_keys(k, call.key_mask)
     order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
-    return cluster_keys(spec, take(k.detach(), order), mask)
+    return cluster_keys(spec, take_per_head(k.detach(), order), mask)
 
 
 def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspection:
@@ -88,7 +88,7 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
     out = Chunked().attend(spec, call, q, k, v).to(torch.float32)
     mask = real_keys(k, call.key_mask)
     order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
-    keys, values = (take(x.to(torch.float32), order) for x in (k, v))
+    keys, values = (take_per_head(x.to(torch.float32), order) for x in (k, v))
     q = call.scale * q.to(torch.float32)
     choices = cluster_keys(spec, keys, mask)
     stats = statistics(spec, keys, values, choices)
@@ -120,7 +120,11 @@ class Chunked(Backend[Spec]):
         """out (B, Hq, L, E) in the dtype that is computed in."""
         dtype, mask = compute_dtype(q), real_keys(k, call.key_mask)
         order = rank_order(mask)[:, None].expand(-1, k.shape[1], -1)
-        q, ranked, ranked_values = call.scale * q.to(dtype), take(k.to(dtype), order), take(v.to(dtype), order)
+        q, ranked, ranked_values = (
+            call.scale * q.to(dtype),
+            take_per_head(k.to(dtype), order),
+            take_per_head(v.to(dtype), order),
+        )
         choices = cluster_keys(spec, ranked, mask)
         with torch.no_grad():
             rounded = statistics(spec, ranked.to(torch.float32), ranked_values.to(torch.float32), choices)
@@ -144,7 +148,7 @@ class Chunked(Backend[Spec]):
             place = start + torch.arange(width, device=q.device)  # (B, chunk + T)
             seen = (place.unsqueeze(1) >= dense.unsqueeze(-1)) & (place.unsqueeze(1) < end.unsqueeze(-1))
             index = place.clamp(max=max(keys.shape[2] - 1, 0))[:, None].expand(-1, keys.shape[1], -1)
-            near_k, near_v = take(keys, index), take(values, index)
+            near_k, near_v = take_per_head(keys, index), take_per_head(values, index)
             scores = q @ near_k.repeat_interleave(groups, 1).mT
             return scores.masked_fill(~seen.unsqueeze(1), float("-inf")), near_v
 
@@ -164,7 +168,11 @@ class Chunked(Backend[Spec]):
                 if owner is None:
                     ranks, there = _gathered(spec, selection, rounded, members, first, groups)
                     rows = ranks.unflatten(1, (-1, groups))  # (B, H, G, T, K)
-                    exact = (take(keys, rows) @ q.unflatten(1, (-1, groups)).unsqueeze(-1)).squeeze(-1).flatten(1, 2)
+                    exact = (
+                        (take_per_head(keys, rows) @ q.unflatten(1, (-1, groups)).unsqueeze(-1))
+                        .squeeze(-1)
+                        .flatten(1, 2)
+                    )
                     logits.append(exact.masked_fill(~there, float("-inf")))
                 else:
                     clustered = keys[:, :, : owner.shape[-1]].repeat_interleave(groups, 1)
@@ -180,7 +188,7 @@ class Chunked(Backend[Spec]):
                 out = out + product(parts[1], stats.mean_value.repeat_interleave(groups, 1))
                 if owner is None:
                     grouped = parts[2].unflatten(1, (-1, groups)).unsqueeze(-2)
-                    out = out + product(grouped, take(values, rows)).squeeze(-2).flatten(1, 2)
+                    out = out + product(grouped, take_per_head(values, rows)).squeeze(-2).flatten(1, 2)
                 else:
                     out = out + product(parts[2], values[:, :, : owner.shape[-1]].repeat_interleave(groups, 1))
             return carry, out

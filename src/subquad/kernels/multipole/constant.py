@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checkpointing import tracing
 from ..kmeans import lloyd
-from .definition import Spec, take
+from .definition import Spec, take_per_head
 
 __all__ = ["Bounded", "Far", "Memory", "absorb_chunk", "attend", "empty", "extend", "read", "scan"]
 
@@ -196,7 +196,7 @@ def extend(
     index = torch.where(place < held[:, None], place, chunk + place - held[:, None]).clamp(max=chunk + k.shape[2] - 1)
     there = (place < (held + new)[:, None])[:, None, :, None]
     index = index[:, None].expand(-1, k.shape[1], -1)
-    keys, values = (take(torch.cat([x, y], 2), index) * there for x, y in ((memory.k, k), (memory.v, v)))
+    keys, values = (take_per_head(torch.cat([x, y], 2), index) * there for x, y in ((memory.k, k), (memory.v, v)))
     full = held + new > chunk
     far = memory.far
     if tracing(k) or bool(full.any()):

@@ -50,7 +50,7 @@ __all__ = [
     "sight",
     "slot_of_members",
     "statistics",
-    "take",
+    "take_per_head",
     "weighted",
 ]
 
@@ -166,7 +166,7 @@ class Inspection(NamedTuple):
     limited: Tensor
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
+def take_per_head(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x (B, H, S, W) at index (B, H, ...): (B, H, ..., W)."""
     flat = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     rows: Tensor = x.gather(2, flat.long()).unflatten(2, index.shape[2:])
@@ -247,7 +247,7 @@ def statistics(spec: Spec, k: Tensor, v: Tensor, choices: Choices) -> Statistics
     part = size.clamp(min=1).reciprocal()
     first = spec.chunk * torch.arange(chunks, device=k.device)[:, None]
     # Chunks that are not there read any rows: they belong to no slot.
-    keys, values = (take(x, choices.order + first) for x in (k, v))
+    keys, values = (take_per_head(x, choices.order + first) for x in (k, v))
     origin = keys[:, :, :, :1].detach()  # what is common to a chunk does not take part in rounding
     mean = belongs.mT @ (keys - origin) * part.unsqueeze(-1)
     mean_value = belongs.mT @ values * part.unsqueeze(-1)

@@ -18,7 +18,7 @@ from .definition import (
     sight,
     slot_of_members,
     statistics,
-    take,
+    take_per_head,
     weighted,
 )
 
@@ -27,7 +27,7 @@ __all__ = ["Reference", "choose"]
 
 def _by_rank(x: Tensor, mask: Tensor) -> Tensor:
     """Tokens x (B, H, S, W) in order of rank: real ones first."""
-    return take(x, rank_order(mask)[:, None].expand(-1, x.shape[1], -1))
+    return take_per_head(x, rank_order(mask)[:, None].expand(-1, x.shape[1], -1))
 
 
 def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
