@@ -14,7 +14,7 @@ import typer
 
 import subquad
 from subquad.cli import main
-from subquad.cli.terminal import user_errors
+from subquad.cli.terminal import progress, user_errors
 
 MAIN = "from subquad.cli import main; main()"
 
@@ -112,6 +112,29 @@ def test_bench_in_a_pipe_prints_one_plain_line_per_result() -> None:
     assert lines[0].startswith("[1/6] softmax full L=16: ")
     assert lines[-1].startswith("[6/6] uniform causal L=16: ")
     assert "\x1b" not in done.stderr + done.stdout
+
+
+def test_a_note_is_a_plain_line_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("copy") as step:
+        step("resumed at step 3", 3, None)
+        step("loss 1", 4, 6)
+    assert capsys.readouterr().err == "resumed at step 3\n[4/6] loss 1\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminal")
+def test_a_note_stays_above_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pty
+
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = pty.openpty()
+    with open(theirs, "w") as screen, open(ours, "rb", buffering=0) as seen:
+        monkeypatch.setattr(sys, "stderr", screen)
+        with progress("copy") as step:
+            step("resumed at step 3 [of 6]", 3, None)
+            step("loss 1", 4, 6)
+        shown = seen.read(1 << 16).decode()
+    assert "resumed at step 3 [of 6]\r\n" in shown
+    assert "copy: loss 1" in shown and "copy: resumed" not in shown
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:

@@ -63,7 +63,13 @@ def test_error_says_first_how_much_of_the_input_it_measured(tmp_path: Path, caps
     assert out.splitlines()[1] == "the first 32 of 60 tokens are measured"
     assert "mean of 2 draws" in out
     file = saved(tmp_path / "cross.safetensors", keys=30)
-    assert command(capsys, *ERROR, "--file", file)[1].splitlines()[1] == "cross attention: 40 queries to 30 keys"
+    assert command(capsys, *ERROR[:5], "--file", file)[1].splitlines()[1] == "cross attention: 40 queries to 30 keys"
+
+
+@pytest.mark.parametrize("name", ["plan", "error"])
+def test_options_of_synthetic_inputs_are_refused_beside_a_file(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, _, said = command(capsys, name, "--file", "x.safetensors", "--head-dim", "64")
+    assert status == 2 and "--head-dim describes synthetic inputs, but --file gives the inputs" in said
 
 
 def test_error_with_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

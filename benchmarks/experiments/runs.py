@@ -147,6 +147,10 @@ EXPERIMENTS = (
             },
             "hybrid": Row(hybrid(64, performer(64)), start="pretrained/softmax"),
             "multipole": Row(multipole(128, 8, 64), start="pretrained/softmax"),
+            # Features fitted to the queries and keys of the softmax model, before the first step.
+            "performer-256-calibrated": Row(
+                performer(256, features="sderf", center=True, antithetic=True), start="pretrained/softmax"
+            ),
             "performer-256-from-scratch": Row(performer(256)),
             # As long as the softmax model, at the better of two rates (400 steps): does it ever come there? And is it
             # the rate that the others lack?

@@ -103,7 +103,7 @@ def test_a_model_of_transformers_with_its_own_tokenizer(tmp_path):
     ("arguments", "message"),
     [
         (("--prompt", ""), "--prompt is empty: give at least one character"),
-        (("--prompt", "a", "--temperature", "0"), "--temperature 0 is no distribution"),
+        (("--prompt", "a", "--temperature", "0"), "--temperature 0: for greedy decoding leave out --temperature"),
         (("--prompt", "a", "--temperature", "-1"), "temperature must be a finite number of at least 0"),
         (("--prompt", "a", "--top-p", "2"), "top_p must be a number in (0, 1], got 2.0"),
         (("--prompt", "a", "--tokens", "0"), "--tokens"),
@@ -120,7 +120,8 @@ def test_bad_input_is_a_message_and_exit_code_2(folder, arguments, message):
 def test_bad_folders(tmp_path, folder):
     code, _, err = run(str(tmp_path / "nowhere"), "--prompt", "a")
     assert code == 2
-    assert "holds no config.json" in err
+    assert "nowhere does not exist; expected a folder written by save_pretrained or by `subquad train text`" in err
+    assert "holds no config.json" in run(str(tmp_path), "--prompt", "a")[2]
     (folder / "model.safetensors").write_bytes(b"no")
     code, _, err = run(str(folder), "--prompt", "a")
     assert code == 2

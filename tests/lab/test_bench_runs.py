@@ -1,5 +1,6 @@
 """Bench: resuming, skipping, backward, memory, peers; two saved runs side by side."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -18,6 +19,10 @@ SMALL = {"heads": 1, "head_dim": 8, "runs": 2, "causal": [False], "input_stds": 
 
 def command(*arguments):
     return CliRunner().invoke(_application(), list(arguments))
+
+
+def words(done):
+    return " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_a_record_is_read_back(tmp_path):
@@ -71,7 +76,8 @@ def test_backward_and_memory():
     assert all(cell.status == "measured" for cell in cells.values())
     assert cells["linear"].memory["tensor_bytes"] == 4 * 32 * 8 * 4
     assert cells["uniform"].memory == {}
-    text = table(result)
+    text = table(dataclasses.replace(result, machine={**result.machine, "threads": 1}))
+    assert "1 thread, torch" in text
     assert "forward + backward" in text
     assert "peak MB" in text
 
@@ -120,6 +126,15 @@ def test_two_saved_runs():
         compare_saved(first, comparison(("softmax", 32, (1.0,))))
 
 
+def test_files_of_json_are_compared_by_their_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, ms in (("a.json", 1.0), ("b.json", 2.0)):
+        write_json(Path(name), comparison(("softmax", 16, (ms, ms))).as_dict())
+    done = command("bench", "--compare", "a.json", "b.json")
+    assert done.exit_code == 0, done.stderr
+    assert "2.00" in done.output
+
+
 def test_the_bench_command_saves_continues_and_compares(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shape = ("--heads", "1", "--head-dim", "8", "--runs", "2", "--lengths", "16,32")
@@ -133,18 +148,23 @@ def test_the_bench_command_saves_continues_and_compares(tmp_path, monkeypatch):
     assert "continuing an interrupted run, 6 results are kept" in done.stderr
     now = json.loads(path.read_text())
     assert now["complete"]
+    done = command("bench", "linear", *shape, "--save", "one")
+    assert done.exit_code == 2
+    assert "holds a complete run" in words(done) and str(path) in words(done)
     assert [cell for cell in now["cells"] if cell["length"] == 16] == kept
     write_json(path, {**record, "complete": False})
     done = command("bench", "linear", *shape[:-1], "16", "--save", "one")
-    assert done.exit_code == 0
-    assert "made with other settings" in done.stderr
-    assert command("bench", "linear", *shape, "--save", "two").exit_code == 0
-    done = command("bench", "--compare", "one", "two", "--json", "ratios.json")
+    assert done.exit_code == 2
+    assert "made with other settings: lengths" in words(done) and "give another name" in words(done)
+    assert "continuing" not in done.stderr
+    assert not json.loads(path.read_text())["complete"]
+    assert command("bench", "linear", *shape, "--json", "two.json").exit_code == 0
+    done = command("bench", "--compare", "one", "two.json", "--json", "ratios.json")
     assert done.exit_code == 0, done.output
     assert "one ms" in done.output
-    assert len(json.loads(Path("ratios.json").read_text())["rows"]) == 6
+    assert len(json.loads(Path("ratios.json").read_text())["rows"]) == 12
     done = command("bench", "--compare", "one", "three")
     assert done.exit_code == 2
-    assert "not a saved run" in done.stderr
+    assert "there is no file subquad-bench/three.json or three;" in words(done)
     done = command("bench", "linear", *shape, "--save", "a b")
     assert done.exit_code == 2

@@ -148,6 +148,15 @@ def test_recommendation_takes_the_fastest_that_is_good_enough(tmp_path: Path) ->
     assert not found[64, 0.05]["carried"] and found[128, 0.05]["carried"]  # 64 tokens were measured
 
 
+def test_an_approximation_that_is_no_faster_than_softmax_is_not_recommended(tmp_path: Path) -> None:
+    rows = {"taylor degree 1": _row("taylor degree 1", 0.04)}
+    times = {64: {"softmax": 10.0, "taylor degree 1": 9.9}, 128: {"softmax": 10.0, "taylor degree 1": 9.0}}
+    book = _notebook(tmp_path / "r.json", times, rows)
+    settings = dataclasses.replace(TINY, lengths=(64, 128), budgets=(0.05,))
+    found = {row["length"]: row["label"] for row in use.recommend(book, settings) if row["kind"] == FLAT}
+    assert found == {64: "softmax", 128: "taylor degree 1"}
+
+
 def test_a_length_without_times_is_said_to_be_missing_and_nothing_is_extrapolated(tmp_path: Path) -> None:
     """Times at 64 and 256 tokens: 128 lies between them, 512 beyond; a setting without a time is counted."""
     short = {"softmax": 4.0, "taylor degree 1": 2.0}
@@ -157,6 +166,7 @@ def test_a_length_without_times_is_said_to_be_missing_and_nothing_is_extrapolate
     settings = dataclasses.replace(TINY, lengths=(64, 128, 256, 512), budgets=(0.05,))
     found = {r["length"]: r for r in use.recommend(book, settings) if r["kind"] == FLAT}
     assert found[64]["label"] == "taylor degree 1" and found[64]["untimed"] == 1
+    assert use.in_words(found[64]) == "taylor degree 1 (2.0x) (1 more meets the error; not timed)"
     assert found[128]["gain"] == pytest.approx(16 / 4)
     assert found[256]["label"] == "local, window 16" and found[256]["untimed"] == 0
     assert found[512]["missing"] == "times at 512 tokens were not measured"

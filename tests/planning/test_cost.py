@@ -6,7 +6,7 @@ import pytest
 
 import subquad as sq
 from subquad.planning import cost, tables
-from subquad.planning.cost import CostModel, TimeEstimate, predict_time
+from subquad.planning.cost import LENGTHS, CostModel, TimeEstimate, predict_time
 
 pytestmark = pytest.mark.usefixtures("own_cache", "short_measurements")
 
@@ -45,6 +45,17 @@ def test_short_inputs_take_no_less_than_their_overhead(form):
     assert 0.0 < found.low < found.seconds < found.high < 0.0012
 
 
+def test_short_lengths_are_interpolated_and_leave_the_curve_alone():
+    assert {32, 64, 128} <= set(LENGTHS)
+    overhead = {32: (0.004, 0.0041), 64: (0.005, 0.0051), 128: (0.006, 0.0061)}
+    model = CostModel("linear", {**overhead, **{n: (1e-4 * n, 1.02e-4 * n) for n in (256, 512, 1024)}})
+    assert model.at(64).seconds == 0.005
+    assert 0.004 < model.at(48).low < model.at(48).seconds < model.at(48).high < 0.005
+    assert model.at(100_000).seconds == pytest.approx(10.0)
+    # Of a mechanism that is slow from the start there are no others.
+    assert CostModel("linear", {32: (0.2,), 64: (0.4,)}).at(128).seconds == pytest.approx(0.8)
+
+
 def test_no_negative_coefficients():
     """Times that fall with length (noise) must not extrapolate below zero."""
     model = CostModel("linear", {256: (0.010,), 512: (0.009,), 1024: (0.008,)})
@@ -81,6 +92,10 @@ def test_really_times_and_survives_a_broken_table():
     path = tables.table_path(cost.FILE)
     table = json.loads(path.read_text())
     path.write_text(json.dumps({key: {"128": "soon"} for key in table}))
+    (again,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
+    assert sorted(again.points) == [128, 256, 512]
+    # As an earlier version left it: without the short lengths.
+    path.write_text(json.dumps({key: {"256": [1.0], "512": [2.0]} for key in table}))
     (again,) = cost.attention_costs([attend], heads=1, is_causal=True, training=True)
     assert sorted(again.points) == [128, 256, 512]
 

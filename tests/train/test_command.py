@@ -48,6 +48,11 @@ def test_train_writes_every_number_and_refuses_to_overwrite(tmp_path: Path, caps
     [
         (["copies"], "did you mean 'copy'"),
         (["copy", "--mechanism", "performr"], "did you mean 'performer'"),
+        (["copy", "--mechanism", "auto"], "'auto' is for sq.create alone"),
+        (["copy", "--mechanism", "head-groups"], "`subquad convert` makes it"),
+        (["copy", "--compare", "softmax,head-groups"], "'head-groups' needs groups"),
+        (["copy", "--compare", "softmax,"], "--compare 'softmax,': an entry is empty"),
+        ([], "the TASK is missing; expected one of ['copy', 'documents'"),
         (["copy", "--option", "num_features"], "expected name=value"),
         (["copy", "--option", "colour=3"], "has no option 'colour'"),
         (["text", "--data", "/no/such/file"], "does not exist"),
@@ -61,9 +66,9 @@ def test_wrong_arguments_exit_2_without_a_traceback(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments, "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ended.value.code == 2
-    assert message in said
+    assert message in said and "'head-groups', 'hedgehog'" not in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
 
@@ -123,6 +128,9 @@ def test_seeds_are_one_line_with_a_band_and_runs_are_gathered_from_their_folders
     assert {label: len(runs) for label, runs in gathered["runs"].items()} == {
         "linear optimizer=adamw": 2, "softmax": 1, "linear optimizer=lion": 1
     }  # fmt: skip
+    # A folder of several runs stands for all of them.
+    whole = collect([tmp_path / "both/linear", tmp_path / "both"])
+    assert {label: len(runs) for label, runs in whole["runs"].items()} == {"linear": 2, "softmax": 2}
     assert gathered["runs"]["linear optimizer=lion"][0]["metrics"] == other.metrics
     main_done(["--draw", ",".join(map(str, folders)), "--out", str(tmp_path / "page")])
     assert "linear optimizer=lion" in (tmp_path / "page/index.html").read_text()
@@ -271,6 +279,7 @@ def test_running_is_that_of_the_last_start(tmp_path: Path) -> None:
     assert len(list((out / "checkpoints").iterdir())) == 5 and not (out / "tensorboard").exists()
     main_done(["--resume", "--out", str(out), "--keep", "1"])
     assert json.loads((out / "running.json").read_text())["keep"] == 1
+    main_done(["--resume", "--out", str(out), "--hours", "1"])
 
 
 def test_words_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

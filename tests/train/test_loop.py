@@ -128,19 +128,25 @@ def test_resuming_where_no_run_is_starts_nothing_and_names_the_runs_beside(tmp_p
 
 
 def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
-    said: list[tuple[str, int, int]] = []
+    said: list[tuple[str, int, int | None]] = []
 
-    def resume() -> tuple[str, int, int]:
+    def resume() -> tuple[str, int, int | None]:
         said.clear()
         train(tiny(), tmp_path, running=QUICK, resume=True, on_log=lambda *line: said.append(line))
         return said[0]
 
     train(tiny(), tmp_path, running=QUICK)
-    assert resume() == ("finished before, nothing is left to train", 6, 6)
+    assert resume() == ("finished before, nothing is left to train", 6, None)
     shutil.rmtree(tmp_path / "checkpoints/step-00000006")
-    assert resume() == ("resumed at step 4", 4, 6)
+    assert resume() == ("resumed at step 4", 4, None)
     shutil.rmtree(tmp_path / "checkpoints")  # killed before the first was complete
-    assert resume() == ("no step of this run was kept, it starts at step 0", 0, 6)
+    assert resume() == ("no step of this run was kept, it starts at step 0", 0, None)
+
+
+def test_redrawing_where_nothing_is_drawn_is_a_note(tmp_path: Path) -> None:
+    said: list[tuple[str, int, int | None]] = []
+    train(tiny("linear", steps=1, redraw_every=1), tmp_path, running=QUICK, on_log=lambda *line: said.append(line))
+    assert said[0] == ("redraw_every changes nothing, the mechanism draws no features", 0, None)
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -1,6 +1,7 @@
 """`subquad bench`."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,10 @@ def bench(
     memory: Annotated[bool, typer.Option("--memory", help="Also peak memory, each in a fresh process.")] = False,
     peers: Annotated[bool, typer.Option("--peers", help="Also other libraries that are installed here.")] = False,
     save: Annotated[
-        str | None, typer.Option(help="Keep the run as subquad-bench/NAME.json; the same again continues it.")
+        str | None,
+        typer.Option(
+            help="Keep the run as subquad-bench/NAME.json; the same again continues it if it was interrupted."
+        ),
     ] = None,
     compare: Annotated[
         tuple[str, str] | None, typer.Option(help="Two saved runs: names of --save, or files of --json.")
@@ -41,7 +45,7 @@ def bench(
     With --compare, put two saved runs side by side.
     """
     from subquad.lab import compare as compare_mechanisms
-    from subquad.lab import table, write_json
+    from subquad.lab import read_comparison, table, write_json
 
     if compare is not None:
         _ratios(compare, json)
@@ -55,10 +59,15 @@ def bench(
             check_writable("--save", where)
         if json is not None:
             check_writable("--json", json)
-        earlier = None if where is None else _interrupted(where)
+        earlier = read_comparison(where) if where is not None and where.is_file() else None
+        left = f"--save {save}: {where} was left as it is; give another name, or delete the file to measure again"
+        if earlier is not None and earlier.complete:
+            raise ValueError(f"{left} (it holds a complete run)")
         skipped: set[tuple[int, bool]] = set()
 
         def on_cell(cell: "Cell", done: int, total: int) -> None:
+            if earlier is not None and done == 1:  # by now its settings are known to be the same
+                step(f"{where}: continuing an interrupted run, {len(earlier.cells)} results are kept", 0, None)
             kind = "causal" if cell.causal else "full"
             if cell.status == "skipped":
                 if (cell.length, cell.causal) not in skipped:
@@ -79,13 +88,6 @@ def bench(
                     except OSError as error:  # a full disk must not end the measuring: the table is still to be had
                         unwritten[path] = error
 
-        def run(resume: "Comparison | None") -> "Comparison":
-            return compare_mechanisms(
-                names or None, numbers(lengths),
-                batch=batch, heads=heads, head_dim=head_dim, runs=runs, seconds=seconds, threads=threads, seed=seed,
-                backward=backward, memory=memory, peers=peers, resume=resume, on_cell=on_cell, on_length=keep,
-            )  # fmt: skip
-
         if peers:
             from subquad.lab.peers import PEERS, installed_peers
 
@@ -93,12 +95,15 @@ def bench(
                 known = ", ".join(sorted({peer.package for peer in PEERS}))
                 print(f"--peers: none of {known} is installed here", file=sys.stderr)
         try:
-            result = run(earlier)
+            result = compare_mechanisms(
+                names or None, numbers(lengths),
+                batch=batch, heads=heads, head_dim=head_dim, runs=runs, seconds=seconds, threads=threads, seed=seed,
+                backward=backward, memory=memory, peers=peers, resume=earlier, on_cell=on_cell, on_length=keep,
+            )  # fmt: skip
         except ValueError as error:
             if earlier is None or not str(error).startswith("resume"):
                 raise
-            print(f"{where}: made with other settings, measured anew", file=sys.stderr)
-            result = run(None)
+            raise ValueError(f"{left} ({error})") from None
         keep(result)
     print(table(result))
     for path in (json, where):
@@ -115,32 +120,21 @@ def bench(
         raise typer.Exit(1)
 
 
-def _interrupted(path: Path) -> "Comparison | None":
-    """What an interrupted run left there; None where there is nothing to continue."""
-    from subquad.lab import read_comparison
-
-    if not path.is_file():
-        return None
-    earlier = read_comparison(path)
-    if earlier.complete:
-        return None
-    print(f"{path}: continuing an interrupted run, {len(earlier.cells)} results are kept", file=sys.stderr)
-    return earlier
-
-
 def _ratios(sides: tuple[str, str], json: Path | None) -> None:
     """Two saved runs side by side."""
     from subquad.lab import read_comparison, write_json
     from subquad.lab.compare_runs import compare_saved, saved_path
 
     def file(name: str) -> Path:
-        try:
-            path = saved_path(name)
-        except ValueError:
-            path = Path(name)  # a file that --json wrote; only writing is kept to one folder
-        if not path.is_file():
-            raise ValueError(f"--compare {name}: not a saved run; expected a name given to --save or a file of --json")
-        return path
+        places = [Path(name)]
+        with suppress(ValueError):  # no name: a path that --json wrote to
+            places.insert(0, saved_path(name))
+        if (found := next((path for path in places if path.is_file()), None)) is None:
+            raise ValueError(
+                f"--compare {name}: not a saved run, there is no file {' or '.join(map(str, places))}; expected a name "
+                "given to --save or a file of --json"
+            )
+        return found
 
     with user_errors():
         if json is not None:

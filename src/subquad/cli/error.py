@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from subquad.cli.terminal import numbers, progress, user_errors
+from subquad.cli.terminal import numbers, progress, refuse_description, user_errors
 from subquad.files import check_writable
 
 __all__ = ["error"]
@@ -15,6 +15,7 @@ _MOST_TOKENS = 4096  # exact attention is quadratic
 
 
 def error(
+    context: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(help="Further mechanisms beside the random features.")] = None,
     features: Annotated[
         str, typer.Option(help="trig, positive, hyperbolic, oprf, sderf, each with +antithetic or +center; or none.")
@@ -32,7 +33,7 @@ def error(
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head of synthetic inputs.")] = 64,
     std: Annotated[float, typer.Option(help="Standard deviation of synthetic q and k.")] = 0.5,
     anisotropy: Annotated[
-        float, typer.Option(help="Directions of synthetic inputs fall as i^-this; 0: all alike.")
+        float, typer.Option(help="a: the standard deviation of coordinate i is proportional to i^-a; 0: isotropic.")
     ] = 0.0,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     draws: Annotated[int, typer.Option(min=1, help="Independent projections per point.")] = 8,
@@ -44,7 +45,7 @@ def error(
 ) -> None:
     """Error against the number of features, measured, beside the baselines that must be beaten.
 
-    On synthetic inputs of a stated law, or on the queries and keys of your own model in a safetensors file.
+    On Gaussian inputs, or on the queries and keys of your own model in a safetensors file.
     """
     from subquad.lab import machine, write_json
     from subquad.lab.errors import ErrorLine, error_study, error_table
@@ -60,6 +61,7 @@ def error(
             check_writable("--json", json)
         calibration = None
         if file is not None:
+            refuse_description(context, "length", "heads", "head_dim", "std", "anisotropy")
             inputs = read_inputs(file, prefix)
         else:
             law = {"heads": heads, "head_dim": head_dim, "std": std, "anisotropy": anisotropy}

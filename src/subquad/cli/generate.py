@@ -56,8 +56,11 @@ def _open(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
     """Model and tokenizer, whoever wrote the folder."""
     from subquad.hf.conversion.restoring import read_config  # its package also registers the model classes
 
-    if (folder / "run.json").is_file() and not (folder / "config.json").is_file():
-        return _trained(folder)
+    if not (folder / "config.json").is_file():
+        if (folder / "run.json").is_file():
+            return _trained(folder)
+        kind = "holds no config.json" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {kind}; expected a folder written by save_pretrained or by `subquad train text`")
     config = read_config(folder)
     tokenizer = _tokenizer(folder, config)
     return _model(folder, config).eval(), tokenizer
@@ -78,7 +81,9 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads it from standard input.")],
     tokens: Annotated[int, typer.Option(min=1, help="The most tokens to produce.")] = 200,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random; else the most likely.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling; below 1 is safer. Implies --sample.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of sampling; below 1: closer to the most likely token. Implies --sample.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely. Implies --sample.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from this much probability. Implies --sample.")] = None,
     beams: Annotated[int, typer.Option(min=1, help="Beam search over so many texts; printed at the end.")] = 1,
@@ -90,7 +95,7 @@ def generate(
     with user_errors():
         check_sampling(1.0 if temperature is None else temperature, top_k, top_p)
         if temperature == 0:
-            raise ValueError("--temperature 0 is no distribution; leave it out for the most likely token")
+            raise ValueError("--temperature 0: for greedy decoding leave out --temperature")
         from transformers import TextStreamer, set_seed
         from transformers.utils import logging
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from subquad.cli.terminal import progress, user_errors
+from subquad.cli.terminal import progress, refuse_description, user_errors
 from subquad.files import check_writable
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ _SAMPLE = 16384  # tokens of a described input that are made: a plan looks at no
 
 
 def plan(
+    context: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(help="Mechanisms to choose from; all if none is named.")] = None,
     file: Annotated[
         Path | None, typer.Option(help="safetensors file with q, k [, v]: (batch, heads, length, width) each.")
@@ -27,7 +28,9 @@ def plan(
     heads: Annotated[int, typer.Option(min=1, help="Heads, where no file is given.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Width of a head, where no file is given.")] = 64,
     std: Annotated[float, typer.Option(help="Standard deviation of q and k, where no file is given.")] = 0.5,
-    anisotropy: Annotated[float, typer.Option(help="Their directions fall as i^-this; 0: all alike.")] = 0.0,
+    anisotropy: Annotated[
+        float, typer.Option(help="a: the standard deviation of coordinate i is proportional to i^-a; 0: isotropic.")
+    ] = 0.0,
     causal: Annotated[bool, typer.Option("--causal", help="Causal attention.")] = False,
     target_error: Annotated[float, typer.Option(help="Relative squared error to stay below.")] = 0.05,
     time_budget: Annotated[float | None, typer.Option(help="Seconds for one sequence with all heads.")] = None,
@@ -55,6 +58,7 @@ def plan(
         if layers is None and (batch != 1 or mlp_ratio != 4.0 or training):
             raise ValueError("--batch, --mlp-ratio and --training are of a whole model: say how many --layers it has")
         if file is not None:
+            refuse_description(context, "heads", "head_dim", "std", "anisotropy")
             inputs = read_inputs(file, prefix)
             source = inputs.source
         else:

@@ -11,7 +11,20 @@ import typer
 from subquad import checks
 from subquad.plain_text import first_line
 
-__all__ = ["numbers", "progress", "user_errors"]
+__all__ = ["given", "numbers", "progress", "refuse_description", "user_errors"]
+
+
+def given(context: typer.Context) -> set[str]:
+    """The names of the options that are on the command line."""
+    # By name: typer brings its own copy of click, whose enumeration is not click's.
+    return {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+
+
+def refuse_description(context: typer.Context, *names: str) -> None:
+    """Refuse options that describe synthetic inputs beside --file."""
+    if extra := sorted(given(context) & set(names)):
+        option = f"--{extra[0].replace('_', '-')}"
+        raise ValueError(f"{option} describes synthetic inputs, but --file gives the inputs; leave out one of the two")
 
 
 def numbers(text: str) -> list[int]:
@@ -72,12 +85,13 @@ def _extra_of(package: str) -> str | None:
 def progress(what: str) -> Iterator[Callable[[str, int, int | None], None]]:
     """A function `step(line, done, total)`: a bar on a terminal, one line per step in a pipe or a log.
 
-    Both go to stderr; stdout holds the result alone.
+    Both go to stderr; stdout holds the result alone. A line with total=None is a note: printed once, above the bar, and
+    it stays there.
     """
     if not sys.stderr.isatty():
 
         def line(text: str, done: int, total: int | None) -> None:
-            print(f"[{done}/{total}] {text}" if total else f"[{done}] {text}", file=sys.stderr, flush=True)
+            print(text if total is None else f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
 
         yield line
         return
@@ -89,6 +103,9 @@ def progress(what: str) -> Iterator[Callable[[str, int, int | None], None]]:
         task = bar.add_task(what, total=None)
 
         def advance(text: str, done: int, total: int | None) -> None:
-            bar.update(task, completed=done, total=total, description=f"{what}: {text}")
+            if total is None:
+                print(text, file=sys.stderr)  # rich puts it above the bar
+            else:
+                bar.update(task, completed=done, total=total, description=f"{what}: {text}")
 
         yield advance

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from subquad.cli.terminal import progress, user_errors
+from subquad.cli.terminal import given, progress, user_errors
 from subquad.files import check_writable
 
 if TYPE_CHECKING:
@@ -107,13 +107,14 @@ def train(
 
     On several processes: torchrun --nproc-per-node 2 -m subquad.cli.train TASK ..., or accelerate launch likewise.
     """
-    given = {
+    settings = {
         "steps": steps, "batch": batch, "accumulate": accumulate, "optimizer": optimizer, "lr": lr, "warmup": warmup,
         "weight_decay": weight_decay, "clip": clip, "precision": precision, "seed": seed,
         "redraw_every": redraw_every, "valid_every": valid_every, "valid_examples": valid_examples,
     }  # fmt: skip
     shape = {"layers": layers, "heads": heads, "dim": dim}
     with user_errors():
+        from subquad.tasks import TASKS
         from subquad.train import Run, Running
         from subquad.train.checkpoint import DiskError
         from subquad.train.choices import label_of, parse_mechanism, parse_pairs, split_mechanisms
@@ -121,10 +122,11 @@ def train(
         from subquad.train.distributed import LostProcess
         from subquad.train.run import nothing_to_resume
 
+        no_task = f"the TASK is missing; expected one of {sorted(TASKS)}"
         if draw is not None:
             if out is None:
                 raise ValueError("--draw needs --out, a folder for the page")
-            if extra := sorted(_given(context) - {"draw", "out"}):
+            if extra := sorted(given(context) - {"draw", "out"}):
                 raise ValueError(f"--draw trains nothing, so --{extra[0].strip('_').replace('_', '-')} has no meaning")
             if read_plan(out) is not None or (out / "run.json").is_file():
                 raise ValueError(f"--out {out} holds a run or a comparison; give a folder of its own for the page")
@@ -142,11 +144,11 @@ def train(
             options["data"] = data
         own = parse_pairs("--option", option or [])
         choice = None if mechanism is None else parse_mechanism(mechanism, own)
-        chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(given)}
+        chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(settings)}
         others = None if compare is None else [parse_mechanism(one) for one in split_mechanisms(compare)]
         if out is None:
             if task is None:
-                raise ValueError("the TASK is missing; it may be left out with --resume --out FOLDER alone")
+                raise ValueError(f"{no_task}; it may be left out with --resume --out FOLDER alone")
             named = label_of(choice or parse_mechanism("multipole", own))
             out = Path("runs") / f"{task}-{'compare' if compare else named}"
         check_writable("--out", out, folder=True)
@@ -163,7 +165,7 @@ def train(
                 others, seeds = others or plan[1], seeds or plan[2]
         else:
             if task is None:
-                raise ValueError(nothing_to_resume(out) if resume else "the TASK is missing")
+                raise ValueError(nothing_to_resume(out) if resume else no_task)
             run = Run.of(task, choice or parse_mechanism("multipole", own), start=from_, **chosen, **options)
         if seeds is not None and others is None:
             raise ValueError("--seeds belongs to --compare; one run has one --seed")
@@ -173,8 +175,9 @@ def train(
             checkpoint_activations=checkpoint_activations, check_memory=check_memory,
         )  # fmt: skip
         if resume and (before := Running.read(out)) is not None:
-            new = {"device" if name == "cpu" else name for name in _given(context)}
-            running = replace(before, hours=hours, **{n: x for n, x in vars(running).items() if n in new})
+            # --hours is not kept: a run that ended by it can then go on.
+            new = {"hours", *("device" if name == "cpu" else name for name in given(context))}
+            running = replace(before, **{n: x for n, x in vars(running).items() if n in new})
         try:
             if others is not None:
                 status = _compare(run, others, out, resume, seeds or 1, running)
@@ -185,12 +188,6 @@ def train(
             raise typer.Exit(1) from None
     if status:
         raise typer.Exit(status)
-
-
-def _given(context: typer.Context) -> set[str]:
-    """The options that are on the command line."""
-    # By name: typer brings its own copy of click, whose enumeration is not click's.
-    return {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
 
 
 def _present(values: dict[str, Any]) -> dict[str, Any]:

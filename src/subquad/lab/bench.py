@@ -291,8 +291,10 @@ def compare(
         "peers": {peer.package: peer.version for peer in found.values()}, "dtype": "float32",
         "version": subquad.__version__,
     }  # fmt: skip
-    if resume is not None and dict(resume.settings) != json.loads(json.dumps(settings)):
-        raise ValueError("resume: that comparison was made with other settings, so its cells do not belong to this one")
+    if resume is not None:
+        asked = json.loads(json.dumps(settings))
+        if other := sorted(name for name in asked if resume.settings.get(name) != asked[name]):
+            raise ValueError(f"resume: that comparison was made with other settings: {', '.join(other)}")
     study = _Study(
         names, found, batch, heads, head_dim, input_stds, options or {}, runs, seconds, seed, backward, memory
     )
@@ -338,9 +340,10 @@ def table(comparison: Comparison) -> str:
     if notes:
         blocks.append("\n".join(notes))
     where, asked = comparison.machine, comparison.settings
+    threads = "thread" if where["threads"] == 1 else "threads"
     direction = "forward + backward" if asked.get("backward") else "forward"
     blocks.append(
-        f"{where['processor']}, {where['threads']} threads, torch {where['torch']}; "
+        f"{where['processor']}, {where['threads']} {threads}, torch {where['torch']}; "
         f"B{asked['batch']} H{asked['heads']} D{asked['head_dim']} {asked['dtype']}, {direction}, best of "
         f"up to {asked['runs']} interleaved runs.\n"
         "error: ||out - softmax||^2 / ||softmax||^2 for Gaussian q, k of that standard deviation. An estimate of\n"

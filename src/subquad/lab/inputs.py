@@ -1,4 +1,4 @@
-"""Queries and keys to study: synthetic ones of a stated law, or the user's own from a safetensors file.
+"""Queries and keys to study: Gaussian ones, or the user's own from a safetensors file.
 
     q, k ~ std * N(0, diag(w^2)),   w_i proportional to i^-anisotropy,   mean of w_i^2 = 1
 

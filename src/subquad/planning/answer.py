@@ -266,9 +266,8 @@ class Plan:
         }
 
     def _table(self, choices: list[Choice], *, details: bool) -> list[str]:
-        rows = [
-            ["", "error", "at most", "time", "x softmax", *(("measured", "any draw", "options") if details else ())]
-        ]
+        rows = [["", "error", "at most", "time", "times as fast as softmax"]]
+        rows[0] += ["measured", "any draw", "options"] if details else []
 
         def number(x: float | None) -> str:
             return "-" if x is None else f"{x:.2g}" if x > ROUNDING else "0"

@@ -5,11 +5,11 @@
     power       t = c L^p            mechanisms from outside, of which nothing is known
 
 Between two measured lengths the time is interpolated; beyond the longest one the curve speaks, fitted to relative
-errors that count in proportion to length, with coefficients that are not negative. The range given with a time holds
-what the fit says with any one of the measured points left out, widened by the spread between runs. Points are measured
-once per mechanism, shape and machine and kept in `costs.json` beside the crossovers; delete it to measure again. What
-is added to it later is scaled by softmax attention, timed again beside it: a busy hour must not make one mechanism look
-slower than another. Times are of the CPU.
+errors that count in proportion to length, with coefficients that are not negative, at the lengths from 256 on: shorter
+ones are mostly overhead. The range given with a time holds what the fit says with any one of these points left out,
+widened by the spread between runs. Points are measured once per mechanism, shape and machine and kept in `costs.json`
+beside the crossovers; delete it to measure again. What is added to it later is scaled by softmax attention, timed again
+beside it: a busy hour must not make one mechanism look slower than another. Times are of the CPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 FILE = "costs.json"
-LENGTHS = (256, 512, 1024, 2048, 4096)
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+FITTED = 256  # the shortest length that a curve is fitted to
 ROUNDS = 3  # up to three times as many while the usual run is more than QUIET times as slow as the best
 QUIET = 1.25
 PATIENCE = 0.15  # seconds of one run beyond which no longer length is measured
@@ -141,18 +142,18 @@ class CostModel:
 
     def at(self, length: int) -> TimeEstimate:
         """The time at this length; below the shortest measured one that one's, since what is left is overhead."""
-        lengths = sorted(self.points)
-        if length < lengths[0]:
-            known = min(self.points[lengths[0]])
-            return TimeEstimate(known, known * length / lengths[0] / (1.0 + self.spread), known * (1.0 + self.spread))
-        fitted = self._fit(lengths)(length)
+        shortest = min(self.points)
+        if length < shortest:
+            known = min(self.points[shortest])
+            return TimeEstimate(known, known * length / shortest / (1.0 + self.spread), known * (1.0 + self.spread))
+        lengths = sorted(n for n in self.points if n >= FITTED) or sorted(self.points)
         inside = time_at({n: min(runs) for n, runs in self.points.items()}, length)
-        best = fitted if inside is None else inside
-        others = [fitted]
+        found = [] if inside is None else [inside]
+        if length >= lengths[0]:
+            found.append(self._fit(lengths)(length))
         if inside is None and len(lengths) > 1:
-            others += [self._fit([n for n in lengths if n != left])(length) for left in lengths]
-        low, high = min([best, *others]), max([best, *others])
-        return TimeEstimate(best, low / (1.0 + self.spread), high * (1.0 + self.spread))
+            found += [self._fit([n for n in lengths if n != left])(length) for left in lengths]
+        return TimeEstimate(found[0], min(found) / (1.0 + self.spread), max(found) * (1.0 + self.spread))
 
 
 def _form(attend: Mechanism) -> str:
@@ -208,7 +209,8 @@ def _stored(value: Any) -> Points | None:
         points = {int(length): tuple(float(s) for s in runs) for length, runs in value.items()}
     except (AttributeError, TypeError, ValueError):
         return None
-    return points if points and all(runs and min(runs) > 0 for runs in points.values()) else None
+    # Earlier versions did not measure short lengths.
+    return points if LENGTHS[0] in points and all(runs and min(runs) > 0 for runs in points.values()) else None
 
 
 def _cached(keys: Sequence[str], measure: Callable[[list[int]], list[Points]]) -> list[Points]:

@@ -1,7 +1,7 @@
 """From which length a mechanism is faster than softmax attention, measured once on this machine.
 
 `create("auto", length=...)` asks this table: softmax below the crossover, the chosen mechanism above it, resolved once
-to a concrete mechanism. Results never depend on the machine behind the user's back: what was chosen is an ordinary
+to a concrete mechanism. The result does not change with the machine once it is created: what was chosen is an ordinary
 mechanism with a config of its own.
 
 The table is a JSON file, `crossovers.json` in $SUBQUAD_CACHE (default: $XDG_CACHE_HOME/subquad or ~/.cache/subquad).

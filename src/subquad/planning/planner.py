@@ -1,11 +1,10 @@
 """What should I use: mechanisms and settings ranked for given queries and keys, on this machine.
 
-One way: every candidate runs on the input itself, first as stretches of a quarter of the length, then on the whole,
-against exact softmax rows. That gives its error, how it differs between stretches, and how it grows with length: what
-lies beyond the input is extrapolated from there, with an interval that widens. Of each row of `candidates.py` the
-cheapest setting that meets the target is found, from cheap to dear; what meets it is timed and ranked by its time at
-the length asked for. Softmax attention is always among them; nothing that is no better than the mean of the values
-is.
+Every candidate runs on the input itself, first as stretches of a quarter of the length, then on the whole, against
+exact softmax rows. That gives its error, how it differs between stretches, and how it grows with length: what lies
+beyond the input is extrapolated from there, with an interval that widens. Of each row of `candidates.py` the cheapest
+setting that meets the target is found, from cheap to dear; what meets it is timed and ranked by its time at the length
+asked for. Softmax attention is always among them; nothing that is no better than the mean of the values is.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ __all__ = [
 
 Batch = dict[str, Tensor]
 
-# (what is going on, how much of it is done, how much there is)
-Progress = Callable[[str, int, int], None]
+# (what is going on, how much of it is done, how much there is); the last is None for a note, which is to stay
+Progress = Callable[[str, int, int | None], None]
 
 # The length of examples that are made up as they are asked for.
 UNLIMITED = 1 << 62

@@ -7,6 +7,8 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from ..mechanisms import describe
+
 __all__ = ["label_of", "parse_mechanism", "parse_pairs", "parse_value", "split_mechanisms"]
 
 
@@ -62,10 +64,31 @@ def parse_mechanism(text: str, options: dict[str, Any] | None = None) -> Any:
             raise ValueError(f"{text!r} names no mechanism")
         if options and not isinstance(choice, dict):
             raise ValueError(f"--option belongs to one mechanism; write {sorted(options)} into the entries of the list")
-        return {**choice, **options} if options else choice
-    name, *pairs = text.strip().split(":")
-    inside = {**parse_pairs("--mechanism", pairs), **options}
-    return {"mechanism": name, **inside} if inside else name
+        choice = {**choice, **options} if options else choice
+    else:
+        name, *pairs = text.strip().split(":")
+        inside = {**parse_pairs("--mechanism", pairs), **options}
+        choice = {"mechanism": name, **inside} if inside else name
+    for one in choice if isinstance(choice, list) else [choice]:
+        _check_name(one)
+    return choice
+
+
+def _check_name(choice: Any) -> None:
+    options = choice if isinstance(choice, dict) else {"mechanism": choice}
+    name = options.get("mechanism")
+    if name == "auto":
+        raise ValueError(
+            "mechanism 'auto' is for sq.create alone, which is told a length; ask `subquad plan`, and name what it says"
+        )
+    if name == "head-groups" and "groups" not in options:
+        raise ValueError(
+            "mechanism 'head-groups' needs groups, the mechanism of every head. `subquad convert` makes it; by hand, "
+            'for 2 heads: --mechanism \'{"mechanism": "head-groups", "groups": [{"heads": [0], "mechanism": "local"}, '
+            '{"heads": [1], "mechanism": "linear"}]}\''
+        )
+    if isinstance(name, str):
+        describe(name)  # refuses a name that is not known
 
 
 def split_mechanisms(text: str) -> list[str]:
@@ -81,7 +104,12 @@ def split_mechanisms(text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
-    return [part.strip() for part in parts]
+    parts = [part.strip() for part in parts]
+    if "" in parts:
+        raise ValueError(
+            f"--compare {text!r}: an entry is empty; expected mechanisms separated by commas, like softmax,linear"
+        )
+    return parts
 
 
 def label_of(choice: Any) -> str:

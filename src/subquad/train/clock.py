@@ -79,7 +79,7 @@ def paced(report: Progress, *, at_once: bool, pace: float = PACE) -> Progress:
     """`report`, called at most every `pace` seconds; its first call only after such a time unless `at_once`."""
     last = float("-inf") if at_once else time.perf_counter()
 
-    def call(what: str, done: int, total: int) -> None:
+    def call(what: str, done: int, total: int | None) -> None:
         nonlocal last
         if (now := time.perf_counter()) - last >= pace:
             last = now

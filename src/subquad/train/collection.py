@@ -41,12 +41,21 @@ def _without_seed(run: Mapping[str, Any]) -> dict[str, Any]:
     return dict(copy)
 
 
+def _runs_in(folder: Path) -> list[Path]:
+    if (folder / "run.json").is_file():
+        return [folder]
+    # A folder without any is refused by the one who reads it.
+    return sorted(path.parent for path in folder.rglob("run.json")) or [folder]
+
+
 def collect(folders: Sequence[str | Path]) -> dict[str, Any]:
     """Runs of one task as `compare` returns them: those that differ in their seed alone are one line with a band.
 
-    Each is named by its mechanism, and by what else tells it from another with the same.
+    Each is named by its mechanism, and by what else tells it from another with the same. A folder that holds several
+    runs, as a comparison does, stands for all of them.
     """
-    found = [summary(folder) for folder in {Path(folder).resolve(): folder for folder in folders}.values()]
+    places = [place for folder in folders for place in _runs_in(Path(folder))]
+    found = [summary(place) for place in {place.resolve(): place for place in places}.values()]
     tasks = sorted({one["run"]["task"] for one in found})
     if len(tasks) != 1:
         raise ValueError(f"runs of one task can be drawn together, got {tasks or 'none'}; name folders with a run.json")

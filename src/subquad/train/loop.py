@@ -180,9 +180,9 @@ class _Training:
         step = self._restore()
         if self.redraw is not None and not any(one.is_random for one in module.modules() if isinstance(one, Mechanism)):
             # Not refused: it may be one of several that are compared.
-            self.on_log("redraw_every changes nothing, the mechanism draws no features", step, self.settings.steps)
+            self.on_log("redraw_every changes nothing, the mechanism draws no features", step, None)
         if resume:
-            self.on_log(_where(step, self.settings.steps), step, self.settings.steps)
+            self.on_log(_where(step, self.settings.steps), step, None)
         return self._loop(step, module, parameters)
 
     def _first_batch(self, count: int) -> Batch:

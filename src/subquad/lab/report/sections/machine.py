@@ -70,7 +70,7 @@ def _facts(notebook: Notebook, settings: Settings) -> str:
     rate = gemm_rate(notebook)
     busy = f"other processes took {load['others']:.1f} of {load['cores']} cores" if load else "not measured"
     facts = {
-        "processor": f"{where.get('processor')}, {where.get('cores')} cores, {where.get('threads')} threads used",
+        "processor": f"{where.get('processor')}, {where.get('cores')} cores, threads used: {where.get('threads')}",
         "instructions": where.get("cpu_capability"),
         "memory": f"{where.get('memory_gib', 0):.1f} GiB",
         "matrix-product limit": "not measured" if rate is None else f"{rate:.0f} GFLOP/s in float32, in this run",
