@@ -297,3 +297,7 @@ def test_words_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
         main(["train", "--help"])
     said = capsys.readouterr().out
     assert "runs/TASK-MECHANISM" in said and "default: (multipole)" in said
+
+
+def test_the_recurrent_baseline_of_speech_is_a_choice() -> None:
+    assert parse_mechanism("bilstm") == "bilstm"

@@ -32,8 +32,8 @@ POSITIONS = ("none", "sinusoidal", "learned", "rotary")
 
 def _check_layer_mechanism(argument: str, choice: object) -> None:
     if isinstance(choice, (str, Mechanism)):
-        if isinstance(choice, str):
-            checks.check_option(argument, choice, sorted({**MECHANISMS, **COMBINED}))
+        if isinstance(choice, str) and choice not in COMBINED:
+            checks.check_option(argument, choice, sorted(MECHANISMS))
         return
     if isinstance(choice, Mapping):
         if not isinstance(choice.get("mechanism"), str):

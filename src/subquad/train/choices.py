@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from ..mechanisms import describe
-
 __all__ = ["label_of", "parse_mechanism", "parse_pairs", "parse_value", "split_mechanisms"]
 
 
@@ -87,8 +85,6 @@ def _check_name(choice: Any) -> None:
             'for 2 heads: --mechanism \'{"mechanism": "head-groups", "groups": [{"heads": [0], "mechanism": "local"}, '
             '{"heads": [1], "mechanism": "linear"}]}\''
         )
-    if isinstance(name, str):
-        describe(name)  # refuses a name that is not known
 
 
 def split_mechanisms(text: str) -> list[str]:
