@@ -30,7 +30,7 @@ def known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = [exact if c["mechanism"] == "softmax" else [COST[c["mechanism"]] * n for n in lengths] for c in choices]
         return torch.tensor(rows, dtype=torch.float64), [shape[2] * x for x in exact]
 
-    monkeypatch.setattr("subquad.hf.plan.survey._times", times)
+    monkeypatch.setattr("subquad.hf.plan.survey._layer_times", times)
 
 
 CANDIDATES = [
@@ -173,6 +173,70 @@ def test_bad_input() -> None:
         convert(encoder())
     with pytest.raises(ValueError, match="error must be between 0 and 1, got 2"):
         convert(encoder(), calibration=padded_batches(2), error=2)
+
+
+def test_what_short_inputs_cannot_judge_is_not_chosen(known_times: None) -> None:
+    """A window of 60 is exact on 48 tokens, and far from it on the 8192 that are asked for."""
+    model, batches = encoder(), padded_batches(5)
+    window = {"mechanism": "local", "window": 60, "global_tokens": 1}
+    _, report = convert(model, calibration=batches, length=8192, candidates=[window])
+    assert not report.converted
+    assert report.verdict.endswith("which says nothing about 8192; calibrate with inputs of more than 62 tokens")
+    _, report = convert(model, calibration=batches, error=0.3, length=8192, candidates=[window, *CANDIDATES])
+    assert report.converted and "window': 60" not in str(report.as_dict())
+    assert "candidates that are exact on 48 tokens were left out" in report.verdict
+    revert(model)
+    _, report = convert(model, calibration=batches, length=48, candidates=[window])  # exact there, and asked for there
+    assert "nothing about" not in report.verdict
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_batches_of_different_lengths_are_no_way_around_the_error(known_times: None, short: int) -> None:
+    """Whether the survey's or the held-out ones are within the window, where it looks like exact attention."""
+    model = encoder()
+    batches = [padded_batches(1, length=12 if (number == 3) == bool(short) else 48)[0] for number in range(4)]
+    exact = outputs(model, batches)
+    window = {"mechanism": "local", "window": 20, "global_tokens": 1}
+    _, report = convert(model, calibration=batches, error=1e-5, length=8192, candidates=[window])
+    assert not report.converted and output_error(outputs(model, batches), exact) == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_candidates_are_exact_up_to_their_reach(causal: bool) -> None:
+    from subquad.hf.plan.candidates import exact_reach
+
+    torch.manual_seed(0)
+    for options in (
+        {"mechanism": "local", "window": 9, "global_tokens": 3},
+        {"mechanism": "hybrid", "window": 9, "sinks": 3 if causal else 0},
+        {"mechanism": "multipole", "chunk": 16, "clusters": 2},
+        {"mechanism": "multipole", "chunk": 8, "clusters": 2, "exact_keys": 19},
+        *([] if causal else [{"mechanism": "improved-clustered", "clusters": 3, "topk": 15}]),
+    ):
+        reach = exact_reach(options, causal)
+        attend = sq.create(options["mechanism"], 8, 2, **{k: x for k, x in options.items() if k != "mechanism"})
+        for tokens, exact in ((reach, True), (2 * reach, False)):
+            q, k, v = 2 * torch.randn(3, 1, 2, tokens, 8)
+            gap = attend(q, k, v, is_causal=causal) - sq.attention(q, k, v, "softmax", is_causal=causal)
+            assert bool(gap.abs().max() < 1e-4) == exact, (options, tokens)
+
+
+def test_whole_models_are_timed_for_long_enough(known_times: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, runs = [0.0], []
+    true = automatic.run
+
+    def run(model: Any, batch: Any) -> Any:
+        runs.append(1)
+        now[0] += 0.004
+        return true(model, batch)
+
+    monkeypatch.setattr(automatic, "clock", lambda: now[0])
+    monkeypatch.setattr(automatic, "run", run)
+    _, report = convert(encoder(), calibration=padded_batches(5), length=48, candidates=CANDIDATES)
+    assert report.choice is not None
+    here = next(row for row in report.choice.times if row["length"] == 48)
+    assert here["exact_seconds"] == pytest.approx(0.004 / 3) and here["seconds"] == pytest.approx(0.004 / 3)
+    assert sum(runs) >= 2 * (0.05 / 0.004)
 
 
 def test_every_candidate_can_be_made() -> None:

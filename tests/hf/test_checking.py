@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 import subquad as sq
@@ -23,14 +24,14 @@ def test_a_conversion_that_would_be_wrong_is_left_exact_with_the_difference(monk
     """Whatever the reason: here the converted path of one layer forgets its scale."""
     model = make("bert")
     wanted = real_logits(model, batch("bert"))
-    true = Converted._alone
+    true = Converted._without_cache
 
     def wrong(self: Converted, mechanism: Any, module: nn.Module, call: Any) -> Tensor:
         if "layer.1." in self.name:
             call = replace(call, options={**call.options, "scaling": 1.0})
         return true(self, mechanism, module, call)
 
-    monkeypatch.setattr(Converted, "_alone", wrong)
+    monkeypatch.setattr(Converted, "_without_cache", wrong)
     with pytest.raises(
         ValueError, match=r"attention layer 1 .* cannot be converted to 'linear': with forward the model"
     ):
@@ -95,3 +96,60 @@ def test_packed_sequences_are_each_alone() -> None:
     ]
     one, other = (layer.module.config.attend(layer.module, call) for call in calls)
     torch.testing.assert_close(one, other)
+
+
+_SIZE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def test_encoders_in_the_code_of_decoders_need_no_cache() -> None:
+    torch.manual_seed(0)
+    config = tf.Gemma3TextConfig(
+        **_SIZE, layer_types=["full_attention"] * 2, use_bidirectional_attention=True, sliding_window=64
+    )
+    exact = tf.Gemma3TextModel(config).eval()
+    ids = torch.randint(3, 60, (2, 20))
+    model, report = convert(tf.Gemma3TextModel(config).eval(), "multipole")
+    assert report.converted == [0, 1] and not find_layers(model)[0].module.config.attend.causal
+    model.load_state_dict(exact.state_dict(), strict=False)  # its mechanisms have buffers of their own
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).last_hidden_state, exact(ids).last_hidden_state, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_that_their_config_calls_chunked_stay_exact() -> None:
+    """Also on inputs within one chunk, where they do what the others do."""
+    config = tf.Llama4TextConfig(
+        **_SIZE, attention_chunk_size=128, layer_types=["chunked_attention", "full_attention"], num_local_experts=2,
+        intermediate_size_mlp=32,
+    )  # fmt: skip
+    layers = find_layers(tf.Llama4ForCausalLM(config))
+    assert "chunked attention is linear" in layers[0].obstacle and not layers[1].obstacle
+
+
+def test_a_choice_is_about_the_layers_that_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the check leaves exact is left out before anything is chosen, and the verdict is of the model returned."""
+    from subquad.hf.plan.automatic import output_error, outputs
+
+    true = Converted._without_cache
+
+    def wrong(self: Converted, mechanism: Any, module: nn.Module, call: Any) -> Tensor:
+        if "layers.1." in self.name:
+            call = replace(call, options={**call.options, "scaling": 1.0})
+        return true(self, mechanism, module, call)
+
+    monkeypatch.setattr(Converted, "_without_cache", wrong)
+
+    def times(choices: Any, shape: Any, causal: bool, lengths: Any) -> Any:
+        rows = [[1e-8 * n * n if c["mechanism"] == "softmax" else 1e-6 * n for n in lengths] for c in choices]
+        return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
+
+    monkeypatch.setattr("subquad.hf.plan.survey._layer_times", times)
+    batches = [text(seed=seed) for seed in range(4)]
+    window = [{"mechanism": "local", "window": 8}]
+    model, report = convert(make("llama"), calibration=batches, error=0.9, length=8192, candidates=window)
+    assert report.choice is not None and report.converted == [0, 2] and "differs by" in report.layers[1].reason
+    assert [index for index, one in report.choice.mechanisms.items() if one is not None] == [0, 2]
+    found = output_error(outputs(model, batches[3:]), outputs(make("llama"), batches[3:]))
+    assert found == pytest.approx(report.choice.error, abs=1e-6)

@@ -371,3 +371,19 @@ def test_a_whole_whose_base_model_is_a_part_with_a_config_of_its_own(tmp_path: P
     for loaded in (tf.ColPaliForRetrieval.from_pretrained(tmp_path).eval(), load(tmp_path)):
         assert converted(loaded) == converted(model)
         same(loaded(IDS).embeddings, want)
+
+
+def test_an_adapter_on_a_saved_converted_base_comes_back_on_it(tmp_path: Path) -> None:
+    """It names the folder of its base: one that was converted after it was loaded would come back exact."""
+    peft = pytest.importorskip("peft")
+    convert(model := llama(), MECHANISMS[1])
+    model.save_pretrained(tmp_path / "base")
+    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(base, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        same(again(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
+        assert far(adapted(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    assert all(converted(again))

@@ -19,6 +19,7 @@ from subquad.hf.plan import automatic, survey
 from subquad.lab.converted import lengthened, memory_of, pays_from, time_models
 from subquad.lab.quality import kind_of, read_documents, score, to_batches
 
+from .test_sentences import encoder
 from .zoo import VOCAB, make
 
 
@@ -66,7 +67,10 @@ def test_text_alone_chooses_or_says_that_nothing_pays(
         rows = [[1e-8 * n * n if c["mechanism"] == "softmax" else 1e-6 * n for n in lengths] for c in choices]
         return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
 
-    monkeypatch.setattr("subquad.hf.plan.survey._times", times)
+    monkeypatch.setattr("subquad.hf.plan.survey._layer_times", times)
+    # Longer than the window of 32, 4 sinks and the token itself, within which it would be exact.
+    rows = json.loads(ids.read_text())
+    ids.write_text(json.dumps([row + other for row, other in zip(rows, reversed(rows), strict=True)]))
     out = tmp_path / "out"
     ran = invoke(
         saved(tmp_path, "llama"), "--text", ids, "--error", 0.5, "--length", length, "--no-speed", "--out", out
@@ -94,7 +98,7 @@ def test_an_interrupted_choice_goes_on_where_it_was(tmp_path: Path, ids: Path, m
         return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
 
     monkeypatch.setattr(survey, "_best_draws", counted)
-    monkeypatch.setattr(survey, "_times", known)
+    monkeypatch.setattr(survey, "_layer_times", known)
     few = [
         {"mechanism": "softmax"},
         {"mechanism": "local", "window": 24},
@@ -174,6 +178,53 @@ def test_documents_kept_aside_are_used_for_nothing_else(
     assert ran.exit_code == 0, ran.output
     assert all(seen.values())
     assert not seen["figures"] & (seen["calibration"] | seen["training"])
+
+
+def test_a_sentence_encoder_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its pooling and normalisation, by which it is judged as well."""
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    model = encoder(tmp_path)
+    model[1].pooling_mode = "cls"
+    model.append(modules.Normalize())
+    folder, out, words = tmp_path / "encoder", tmp_path / "out", [f"w{i}" for i in range(40)]
+    model.save(str(folder))
+    text = tmp_path / "words.txt"
+    text.write_text("\n".join(" ".join(words[i : i + 2 + i % 9]) for i in range(30)))
+    monkeypatch.setattr("subquad.lab.converted.memory_of", lambda folder, lengths: [])
+    ran = invoke(
+        folder, "--mechanism", "performer:num_features=16", "--calibrate", text, "--distill", text, "--steps", 1,
+        "--lora-steps", 1, "--lengths", 16, "--out", out,
+    )  # fmt: skip
+    assert ran.exit_code == 0, ran.output
+    again = load(out, device="cpu")
+    assert [type(part).__name__ for part in again] == ["ConvertedTransformer", "Pooling", "Normalize"]
+    assert again[1].pooling_mode == "cls"
+    record = json.loads((out / "report.json").read_text())
+    exact = torch.as_tensor(model.encode(["w1 w2 w3"]))
+    assert float(torch.as_tensor(again.encode(["w1 w2 w3"])) @ exact.T) > record["quality"]["uniform"]
+    assert record["quality"]["score"] == "embedding cosine" and record["quality"]["exact"] == pytest.approx(1)
+    assert record["speed"][0]["exact_ms"] > 0
+    ran = invoke(out, "--no-speed", "--out", tmp_path / "twice")
+    assert ran.exit_code == 2 and "convert the folder that it was made from" in _flat(ran.output), ran.output
+
+
+def test_draws_without_a_seed_are_the_same_in_every_run(tmp_path: Path) -> None:
+    """Else an interrupted distillation could not go on: its student would be another one."""
+    model, found = saved(tmp_path, "llama"), []
+    for name in ("one", "other"):
+        torch.rand(3)
+        ran = invoke(model, "--mechanism", "performer:num_features=8", "--no-speed", "--out", tmp_path / name)
+        assert ran.exit_code == 0, ran.output
+        found.append(load(tmp_path / name).state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_a_converted_folder_is_refused(tmp_path: Path) -> None:
+    model = make("llama")
+    convert(model, "linear")
+    model.save_pretrained(tmp_path / "model")
+    ran = invoke(tmp_path / "model", "--no-speed", "--out", tmp_path / "out")
+    assert ran.exit_code == 2 and "convert the folder that it was made from" in _flat(ran.output), ran.output
 
 
 def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
@@ -314,7 +365,7 @@ def test_the_least_that_can_be_typed_is_multipole(tmp_path: Path, ids: Path) -> 
     for arguments, message in (
         (["--text", ids, "--mechanism", "local"], "--text chooses the mechanisms, and --mechanism"),
         (["--mechanism", "local", "--error", "0.1"], "error=0.1 is kept where no mechanism is named"),
-        (["--length", "64"], "length=64 is what a mechanism is chosen for"),
+        (["--length", "64"], "--length 64 is what mechanisms are chosen for, with --text"),
     ):
         ran = invoke(model, *arguments, "--no-speed", "--out", tmp_path / "other")
         assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output

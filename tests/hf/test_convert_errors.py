@@ -238,3 +238,36 @@ def test_speech_to_text_is_checked_without_a_batch() -> None:
     )  # fmt: skip
     _, report = convert(tf.WhisperForConditionalGeneration(config).eval(), {"mechanism": "multipole", "chunk": 64})
     assert report.converted == [0, 1, 2]
+
+
+def test_calibration_of_token_ids(model: Any) -> None:
+    for given in ([[5, 6, 7]], [[[5, 6, 7]]], [(5, 6)]):
+        with pytest.raises(TypeError, match=r"calibration\[0\] must be a dict of tensors.*torch.tensor\(\[ids\]\)"):
+            convert(model, "linear", calibration=given)
+
+
+def test_the_seed_of_hybrid_is_that_of_its_far_field() -> None:
+    for calibration in (None, [batch("llama")]):
+        drawn = []
+        for seed in (0, 0, 1):
+            one, _ = convert(make("llama"), "hybrid", window=2, sinks=1, seed=seed, calibration=calibration)
+            drawn.append(real_logits(one, batch("llama")))
+        assert torch.equal(drawn[0], drawn[1])
+        assert calibration is not None or not torch.equal(drawn[0], drawn[2])
+    far = {"mechanism": "performer", "seed": 3}
+    with pytest.raises(ValueError, match="seed=0 is that of far=, which has one of its own"):
+        convert(make("llama"), "hybrid", far=far, seed=0)
+    convert(make("llama"), "hybrid", far="performer", seed=0)
+
+
+def test_compiled_models_are_converted_and_compiled_anew() -> None:
+    wanted = real_logits(convert(make("llama"), "local", window=2)[0], batch("llama"))
+    exact = real_logits(make("llama"), batch("llama"))
+    inside = make("llama")
+    inside.compile(backend="eager")
+    for compiled in (torch.compile(make("llama"), backend="eager"), inside):
+        torch.testing.assert_close(real_logits(compiled, batch("llama")), exact, rtol=1e-4, atol=1e-4)
+        found, report = convert(compiled, "local", window=2)
+        assert found is compiled and report.converted == [0, 1, 2] and "_orig_mod" not in report.layers[0].name
+        torch.testing.assert_close(real_logits(compiled, batch("llama")), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(real_logits(revert(compiled), batch("llama")), exact, rtol=1e-4, atol=1e-4)

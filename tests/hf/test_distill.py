@@ -1,12 +1,16 @@
 """Distillation: losses fall, the student comes nearer to the teacher, a stopped run goes on exactly."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import BatchEncoding, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import subquad as sq
+from subquad.hf.distillation import distilling, losses
 from subquad.hf.distillation.distilling import distill
 from subquad.hf.distillation.losses import output_loss
 from subquad.hf.distillation.trainable import attention_tensors, trainable_buffers
@@ -159,6 +163,67 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         distill(teacher, student_of(teacher), batches(), steps=4, checkpoint=file)
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_the_same_student_goes_on_after_an_interruption(tmp_path, kind):
+    """With the adapters merged into it as well, what they had learned would count twice."""
+    teacher, file = bert(), tmp_path / "run.safetensors"
+    call = {"steps": 2, "lora_steps": 6, "lora_rank": 2, "lora_lr": 1e-2, "checkpoint_every": 2}
+    whole, student = student_of(teacher), student_of(teacher)
+    full = distill(teacher, whole, batches(), **call)
+
+    def stop(text, done, total):
+        if done == 6:
+            raise kind
+
+    weights = {name: p.clone() for name, p in student.named_parameters()}
+    with pytest.raises(kind):
+        distill(teacher, student, batches(), checkpoint=file, progress=stop, **call)
+    assert all(torch.equal(p, weights[name]) for name, p in student.named_parameters())
+    assert distill(teacher, student, batches(), checkpoint=file, **call).model_losses == full.model_losses
+    for name, value in whole.state_dict().items():
+        assert torch.equal(student.state_dict()[name], value), name
+
+
+def test_a_student_with_merged_adapters_does_not_go_on(tmp_path, monkeypatch):
+    teacher, file = bert(), tmp_path / "run.safetensors"
+    call = {"steps": 0, "lora_steps": 4, "lora_rank": 2, "lora_lr": 1e-2, "checkpoint": file}
+    student = student_of(teacher)
+    weights = {name: p.clone() for name, p in student.named_parameters()}
+    turns = iter(range(9))
+
+    def over(clock):
+        clock.stopped = "after two steps" if next(turns) == 2 else ""
+        return bool(clock.stopped)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distilling._Clock, "over", over)
+        assert len(distill(teacher, student, batches(), seconds=1, **call).model_losses) == 2
+    assert any(not torch.equal(p, weights[name]) for name, p in student.named_parameters())  # what was learned is kept
+    with pytest.raises(ValueError, match=r"\(weights of the student\).* stopped by seconds= in its LoRA stage"):
+        distill(teacher, student, batches(), **call)
+    assert len(distill(teacher, student_of(teacher), batches(), **call).model_losses) == 4
+
+
+def test_another_mechanism_or_other_batches_do_not_go_on(tmp_path):
+    teacher, file = bert(), tmp_path / "run.safetensors"
+    call = {"steps": 4, "checkpoint": file}
+    distill(teacher, student_of(teacher), batches(), seconds=1e-9, **call)
+    with pytest.raises(ValueError, match=r"other settings \(mechanisms, weights of the student\)"):
+        distill(teacher, student_of(teacher, "hedgehog"), batches(), **call)
+    with pytest.raises(ValueError, match=r"other settings \(batches\)"):
+        distill(teacher, student_of(teacher), batches(4)[1:], **call)
+    with pytest.raises(ValueError, match=r"other settings \(batches\)"):
+        distill(teacher, student_of(teacher), [BatchEncoding(one) for one in batches(4)[1:]], **call)
+    with pytest.raises(ValueError, match=r"other settings \(weights of the teacher\)"):
+        distill(bert(0.3), student_of(teacher), batches(), **call)
+    with safe_open(file, framework="pt") as stored:
+        tensors, header = {name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata()  # noqa: SIM118
+    lost = next(name for name in tensors if name.startswith("value:"))
+    save_file({name: x for name, x in tensors.items() if name != lost}, file, metadata=header)
+    with pytest.raises(ValueError, match="lacks the tensor"):
+        distill(teacher, student_of(teacher), batches(), **call)
+
+
 def test_a_trained_student_is_saved_and_loaded(tmp_path):
     teacher = bert()
     student = student_of(teacher)
@@ -189,6 +254,38 @@ def test_padding_does_not_count_in_the_loss():
     for logits in (False, True):
         assert output_loss(found, wanted, mask, logits=logits) == output_loss(garbage, wanted, mask, logits=logits)
     assert float(output_loss(wanted, wanted, mask, logits=False)) == 0.0
+
+
+def test_padding_of_what_tokenizers_give_does_not_count():
+    teacher = bert()
+    found = [
+        distill(teacher, student_of(teacher), [kind(batches(1)[0])], steps=0, lora_steps=2).model_losses
+        for kind in (dict, BatchEncoding)
+    ]
+    assert found[0] == found[1]
+
+
+def test_logits_are_known_by_the_vocabulary_of_the_text_model(monkeypatch):
+    """The config of a model of texts and images has it one level down."""
+    asked = []
+    monkeypatch.setattr(losses, "output_loss", lambda *args, logits: asked.append(logits) or torch.zeros(()))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)).eval()
+    whole = torch.nn.Sequential(model)
+    whole.config = SimpleNamespace(get_text_config=lambda: model.config)
+    losses.model_loss(whole, whole, torch.tensor([[3, 4, 5]]), 0, losses.TeacherCache(), None)
+    assert asked == [True]
+
+
+def test_autocast_of_rotary_models():
+    """Positions leave q and k in float32 beside values in half."""
+    from .zoo import make, text
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        student, report = sq.hf.convert(make("llama"), "hedgehog", calibration=[text()])
+        assert report.converted == [0, 1, 2]
+        found = distill(make("llama"), student, [text()], steps=2, lora_steps=1)
+        assert sq.hf.convert(make("llama").model, "local", window=3)[1].converted == [0, 1, 2]
+    assert len(found.attention_losses) == 2 and len(found.model_losses) == 1
 
 
 def test_wrong_input_is_refused():

@@ -89,7 +89,7 @@ def test_a_budget_buys_accuracy(bert, monkeypatch):
     candidates = [DEGREE1, {"mechanism": "local", "window": 40}]
     # Made-up times: real ones of such small inputs depend on what else the machine does.
     times = (torch.tensor([[1.0], [2.0]]).double(), [8.0])
-    monkeypatch.setattr("subquad.hf.plan.survey._times", lambda *args: times)
+    monkeypatch.setattr("subquad.hf.plan.survey._layer_times", lambda *args: times)
     call = {"length": 64, "lengths": (64,), "candidates": candidates, "max_groups": 2}
     poor, middle, rich = (plan_layers(bert, padded_batches(), budget=budget, **call) for budget in (1.0, 12.0, 100.0))
     assert poor.seconds(64) == 8.0  # the cheapest there is: 2 layers of 4 heads

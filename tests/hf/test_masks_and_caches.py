@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from subquad.hf import RollbackCache, convert
+from subquad.hf.conversion import masks
 from subquad.hf.conversion.attending import ConvertedLayer
 from subquad.hf.conversion.masks import absorbed, same_tokens, visible_after, visible_keys
 
@@ -320,3 +321,34 @@ def test_the_padding_of_an_encoder_may_not_change_while_a_cache_goes_on() -> Non
                 model(
                     attention_mask=wrong, **{**after[1], "past_key_values": copy.deepcopy(after[1]["past_key_values"])}
                 )
+
+
+# -- what is read once, and what is not --
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_is_read_once_per_call_and_again_when_it_has_changed(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, model = pair("bert")
+    read, true = [], masks._pattern
+    monkeypatch.setattr(masks, "_pattern", lambda *given: read.append(1) or true(*given))
+    with mode():
+        mask = as_given(padding("right").bool()[:, None].expand(-1, 10, -1), "sdpa").clone()
+        for count in (1, 2):
+            real = mask[:, 0, 0].clone()
+            close(model(IDS, attention_mask=mask).logits, exact(IDS, attention_mask=mask).logits, real)
+            assert len(read) == count  # for three layers
+            mask[:, :, :, 1] = False
+
+
+def test_sequences_in_one_row_beside_a_cache_are_refused() -> None:
+    _, model = pair()
+    starts = torch.tensor([0, 4, 10], dtype=torch.int32)
+    positions = torch.cat([torch.arange(4), torch.arange(6)])[None]
+    call = {"position_ids": positions, "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    with torch.no_grad():
+        apart = [model(piece, use_cache=False).logits for piece in IDS[:1].split([4, 6], 1)]
+        close(model(IDS[:1], **call, use_cache=False).logits, torch.cat(apart, 1))
+        with pytest.raises(ValueError, match=r"several sequences in one row together with a cache; call with use_cac"):
+            model(IDS[:1], **call)
+        one = torch.tensor([0, 10], dtype=torch.int32)
+        close(model(IDS[:1], cu_seq_lens_q=one, cu_seq_lens_k=one).logits, model(IDS[:1]).logits)

@@ -1,6 +1,7 @@
 """`subquad convert`."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,17 +69,58 @@ def _without(documents: list[list[int]], aside: list[list[int]], file: Path) -> 
     return rest
 
 
-def _longest(config: Any, tokenizer: Any) -> int:
+def _read(folder: str) -> tuple[Any, Any, Any]:
+    """The model of a folder, the transformers model in it, which is the same unless it is a sentence encoder, and its
+    tokenizer; None for a model that takes token ids."""
+    from subquad.hf.conversion.attachment import outermost
+    from subquad.hf.conversion.restoring import is_converted, saved_class
+    from subquad.hf.models.tokenization import saved_tokenizer
+
+    encodes = (Path(folder) / "modules.json").is_file()
+    if (not encodes or (Path(folder) / "config.json").is_file()) and is_converted(folder):
+        raise ValueError(f"{folder} holds a converted model; convert the folder that it was made from")
+    if not encodes:
+        model = saved_class(folder).from_pretrained(folder).eval()
+        return model, model, saved_tokenizer(folder)
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ModuleNotFoundError:
+        raise ValueError(f"{folder} is a sentence encoder: pip install sentence-transformers to convert it") from None
+    encoder = SentenceTransformer(folder, device="cpu", local_files_only=True).eval()
+    inner = next(outermost(encoder), None)
+    if inner is None:
+        raise ValueError(f"{folder} is a sentence encoder without a transformers model: it has no attention")
+    return encoder, inner, encoder.tokenizer
+
+
+def _judge(exact: Any, inner: Any, tokenizer: Any, held: list[Any]) -> tuple[str, Callable[[Any], float]]:
+    """The score that fits the model, and the function that gives it for a model; sentence encoders are judged by what
+    they encode to."""
+    from subquad.lab.quality import kind_of, score
+
+    mask_token, special = getattr(tokenizer, "mask_token_id", None), list(getattr(tokenizer, "all_special_ids", []))
+    kind = kind_of(exact, mask_token)
+    if inner is exact:
+        return kind, lambda one: score(kind, one, held, exact=exact, mask_token=mask_token, special=special)
+    from subquad.hf.conversion.sentences import sentence_cosine
+
+    return kind, lambda one: sentence_cosine(one, exact, held)
+
+
+def _longest(model: Any, config: Any, tokenizer: Any) -> int:
     """Tokens that the model takes."""
     text = config.get_text_config()
-    known = [getattr(text, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None), 2048]
+    known = [
+        *(getattr(text, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)),
+        *(getattr(model, "max_seq_length", None), 2048),  # of a sentence encoder
+    ]
     # RoBERTa counts its positions from the padding token's number on.
     room = min(x for x in known if isinstance(x, int) and x > 0)
     return room - 2 if room > 4 and text.model_type in ("roberta", "xlm-roberta", "camembert") else room
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder of a transformers model.")],
+    model: Annotated[str, typer.Argument(help="Folder of a transformers model or a sentence encoder.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted model and report.json.")],
     text: Annotated[
         Path | None,
@@ -86,7 +128,9 @@ def convert(
     ] = None,
     error: Annotated[
         float | None,
-        typer.Option(help="Largest error of the model's output, with --text (0.01); or of a layer's, of multipole."),
+        typer.Option(
+            help="With --text: largest error of the model's output (0.01); without: multipole's error= of each layer."
+        ),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens to choose for, with --text; those of the texts.")] = None,
     mechanism: Annotated[
@@ -113,12 +157,11 @@ def convert(
     from transformers.utils import logging
 
     from subquad import hf
-    from subquad.hf.conversion.restoring import saved_class
+    from subquad.hf.conversion.attachment import outermost
     from subquad.hf.distillation.distilling import distill as run_distillation
-    from subquad.hf.models.tokenization import saved_tokenizer
     from subquad.lab import machine, write_json
     from subquad.lab.converted import memory_of, pays_from, time_models
-    from subquad.lab.quality import KINDS, kind_of, score, to_batches
+    from subquad.lab.quality import KINDS, to_batches
     from subquad.train.choices import parse_mechanism, parse_pairs
 
     logging.set_verbosity_error()
@@ -131,6 +174,10 @@ def convert(
                 "--text chooses the mechanisms, and --mechanism or --option names one: to measure one on texts, give "
                 "these as --calibrate"
             )
+        if text is None and length is not None:
+            raise ValueError(
+                f"--length {length} is what mechanisms are chosen for, with --text; give that, or leave it out"
+            )
         if distill is None and lora_steps:
             raise ValueError("--lora-steps come after a distillation: name a text to train on with --distill")
         pairs = parse_pairs("--option", option or [])
@@ -139,20 +186,21 @@ def convert(
         at = numbers(lengths)
         _check_target(model, out)
         step("loading the model", 0, 5)
-        exact = saved_class(model).from_pretrained(model).eval()
-        tokenizer = saved_tokenizer(model)  # a model without one takes token ids
-        longest = _longest(exact.config, tokenizer)
-        padding = exact.config.get_text_config().pad_token_id or 0
+        # Draws without a seed are the same in every run, so that an interrupted one can go on.
+        torch.manual_seed(0)
+        exact, inner, tokenizer = _read(model)
+        longest = _longest(exact, inner.config, tokenizer)
+        padding = inner.config.get_text_config().pad_token_id or 0
         held: list[dict[str, torch.Tensor]] = []
         aside: list[list[int]] = []
         batches, training = None, None
         if calibrate is not None:
-            texts = _documents(calibrate, tokenizer, exact.config, longest, 2 * _BATCH)[:documents]
+            texts = _documents(calibrate, tokenizer, inner.config, longest, 2 * _BATCH)[:documents]
             aside = texts[::_HELD_OUT]
             held = to_batches(aside, _BATCH, padding)
             batches = to_batches(_without(texts, aside, calibrate), _BATCH, padding)
         if distill is not None:
-            texts = _documents(distill, tokenizer, exact.config, longest, _BATCH)
+            texts = _documents(distill, tokenizer, inner.config, longest, _BATCH)
             training = to_batches(_without(texts, aside, distill)[:documents], _BATCH, padding)
         step("calibrating and measuring each layer", 1, 5)
         unfinished = out / "choice.unfinished"
@@ -170,18 +218,11 @@ def convert(
             return
 
         if held:
-            mask_token = getattr(tokenizer, "mask_token_id", None)
-            kind = kind_of(exact, mask_token)
-            special = list(getattr(tokenizer, "all_special_ids", []))
+            kind, judge = _judge(exact, inner, tokenizer, held)
             step(f"{kind} on {sum(len(b['input_ids']) for b in held)} held-out documents", 2, 5)
-            settings: dict[str, Any] = {"exact": exact, "mask_token": mask_token, "special": special}
-            values = {
-                "exact": score(kind, exact, held, **settings),
-                "converted": score(kind, converted, held, **settings),
-            }
+            values = {"exact": judge(exact), "converted": judge(converted)}
             for name, choice in _baselines(report).items():
-                other, _ = hf.convert(copy.deepcopy(exact), choice, layers=report.converted)
-                values[name] = score(kind, other, held, **settings)
+                values[name] = judge(hf.convert(copy.deepcopy(exact), choice, layers=report.converted)[0])
         if training is not None:
             step("distilling", 3, 5)
             learned = run_distillation(
@@ -190,19 +231,22 @@ def convert(
             )  # fmt: skip
             record["distillation"] = learned.as_dict()
             if held:
-                values["distilled"] = score(kind, converted, held, **settings)
+                values["distilled"] = judge(converted)
         if held:
             record["quality"] = {"score": kind, **values}
             print(f"\n{kind} ({KINDS[kind]})")
             for name, value in values.items():
                 print(f"  {name:<12} {value:.4f}")
-        converted.save_pretrained(out)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(out)
+        if inner is not exact:
+            converted.save(str(out))  # with its pooling and tokenizer
+        else:
+            converted.save_pretrained(out)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(out)
         write_json(out / "report.json", record)
         if speed:
             step("time against length", 4, 5)
-            rows = time_models(exact, converted, at)
+            rows = time_models(inner, next(outermost(converted)), at)
             for name, folder in (("exact", Path(model)), ("converted", out)):
                 for row, found in zip(rows, memory_of(folder, at), strict=False):
                     row[f"{name}_bytes"] = found.get("bytes")

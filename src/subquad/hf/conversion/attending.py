@@ -69,7 +69,7 @@ class ConvertedLayer(StateLayer):
                 "keys: it has keys that are in no cache. Leave it exact"
             )
         visible = visible_after(call.mask, length, past, self.absorbed, call.flag(module), where)
-        if visible.segments is not None:
+        if visible.segments is not None or call.starts is not None:
             raise ValueError(
                 f"{where} got several sequences in one row together with a cache; call with use_cache=False"
             )
@@ -77,7 +77,7 @@ class ConvertedLayer(StateLayer):
         if length > 1 and not visible.is_causal and past:
             raise ValueError(f"{where} got a full mask of new tokens after {past} others, which no state can continue")
         options: dict[str, Any] = {"scale": call.scale, "key_mask": key_mask}
-        q, k, v = same_dtype(call)
+        q, k, v = call.tensors
         full = length > 1 and not visible.is_causal
         out = self.advance(mechanism, q, k, v, **options)
         if full:  # a prompt whose tokens all see each other; what is generated after it sees all of it
@@ -119,22 +119,13 @@ class CrossLayer(ConvertedLayer):
         """Absorb k and v if this is the first call, then read the state: (B, Hq, L, E)."""
         size = self.length
         mask = visible_keys(call.mask, call.q.shape[2], size, False, where).key_mask
-        q, k, v = same_dtype(call)
+        q, k, v = call.tensors
         if self.waiting:
             self.state, self.absorbed = mechanism.absorb(k, v, scale=call.scale, key_mask=mask), mask
             self.waiting = 0
         elif not same_tokens(mask, self.absorbed):
             raise ValueError(f"{where} absorbed its keys under another mask than that of this call")
         return mechanism.read(q, self.state, scale=call.scale).to(call.v.dtype)
-
-
-def same_dtype(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in one dtype: under autocast rotary positions leave q and k in float32 beside values in half."""
-    tensors = (call.q, call.k, call.v)
-    if len({x.dtype for x in tensors}) == 1:
-        return tensors
-    dtype = torch.promote_types(torch.promote_types(call.q.dtype, call.k.dtype), call.v.dtype)
-    return call.q.to(dtype), call.k.to(dtype), call.v.to(dtype)
 
 
 def attend_seen(mechanism: Mechanism, seen: Seen, cross: bool) -> Tensor:
@@ -169,7 +160,8 @@ def _packed(mechanism: Mechanism, seen: Seen, cross: bool) -> Tensor:
     segments, tokens, real = seen.segments.expand(seen.q.shape[0], -1), joined(seen), seen.key_mask
     # Query i stays where key i is hidden, if it is another token; what is hidden then goes along as a last column.
     apart = cross and real is not None
-    if real is not None and cross:
+    if apart:
+        assert real is not None
         tokens, real = torch.cat([tokens, real.unsqueeze(-1).to(tokens.dtype)], -1), None
 
     def run(tokens: Tensor, mask: Tensor) -> Tensor:
@@ -296,10 +288,10 @@ class Converted:
                 )
             out = layer.step(mechanism, module, call, self.where)
         else:
-            out = self._alone(mechanism, module, call)
+            out = self._without_cache(mechanism, module, call)
         return out.transpose(1, 2).contiguous()
 
-    def _alone(self, mechanism: Mechanism, module: nn.Module, call: AttentionCall) -> Tensor:
+    def _without_cache(self, mechanism: Mechanism, module: nn.Module, call: AttentionCall) -> Tensor:
         """A call that sees all of its keys at once."""
         queries, keys = call.q.shape[2], call.k.shape[2]
         seen = call.seen(module, self.where, self.cross)
@@ -308,9 +300,7 @@ class Converted:
                 f"{self.where} is converted to {mechanism.name!r}, which has no recurrent form and so no cache to "
                 "continue from; call generate(..., use_cache=False), or choose one of list_mechanisms(recurrent=True)"
             )
-        q, k, v = same_dtype(call)
-        one = Seen(q, k, v, seen.key_mask, seen.is_causal, seen.scale, seen.segments)
-        return attend_seen(mechanism, one, self.cross).to(call.v.dtype)
+        return attend_seen(mechanism, seen, self.cross).to(call.v.dtype)
 
 
 def _can_absorb(mechanism: Mechanism) -> bool:

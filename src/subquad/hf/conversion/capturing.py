@@ -195,7 +195,7 @@ def capture(
         if id(module) not in layer_of:
             return
         index = layer_of[id(module)].index
-        for one in _alone(seen):
+        for one in _unpacked(seen):
             notes[index].append(replace(one, q=one.q.detach(), k=one.k.detach(), v=one.v.detach()))
             count[index] += one.k.shape[0] * one.k.shape[2] if one.key_mask is None else int(one.key_mask.sum())
 
@@ -215,7 +215,7 @@ def capture(
     return [_sample(layer, notes[layer.index]) for layer in wanted]
 
 
-def _alone(seen: Seen) -> list[Seen]:
+def _unpacked(seen: Seen) -> list[Seen]:
     """Several sequences in one row as a padded batch of them."""
     if seen.segments is None:
         return [seen]

@@ -66,8 +66,10 @@ class _Look:
         )  # fmt: skip
 
 
-def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    return _TOLERANCE.get(dtype, _HALF)
+def _tolerance(x: Tensor) -> tuple[float, float]:
+    """For one layer, and for a whole model; under autocast also a float32 result comes from products in half."""
+    half = torch.is_autocast_enabled(x.device.type)
+    return _TOLERANCE.get(torch.get_autocast_dtype(x.device.type) if half else x.dtype, _HALF)
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -113,7 +115,7 @@ def _try(module: nn.Module, call: AttentionCall, look: _Look) -> Tensor | None:
     found = attend_seen(Softmax(call.q.shape[-1]), seen, look.cross).transpose(1, 2)
     mask = None if look.cross else seen.key_mask
     difference = _difference(_rows(found, mask), _rows(own, mask))
-    if difference > _tolerance(call.v.dtype)[0]:
+    if difference > _tolerance(call.v)[0]:
         look.obstacle = f"its attention differs by {difference:.2g} from softmax attention of its queries and keys"
         return mask
     if queries == keys > 1 and not look.cross and seen.key_mask is None and seen.segments is None:
@@ -221,6 +223,8 @@ def _wrong(
             attach(model, layer, StandIn(layer.head_dim, *facts).to(device_of(layer.module)))
             attached.append(layer)
         for trial, outputs in wanted:
+            if trial.steps and not any(layer.is_causal or layer.cross for layer, _ in chosen):
+                continue  # a layer that sees later keys has no use for a cache
             try:
                 found = run_trial(model, trial)
             except Exception as error:
@@ -229,7 +233,7 @@ def _wrong(
                 if together and "left" in trial.name and not name.endswith(TOKENS):
                     continue  # what a model makes of padding at its beginning, which joint choices of queries leave out
                 difference = _difference(found[name], x) if name in found else math.inf
-                if difference > _tolerance(x.dtype)[1]:
+                if difference > _tolerance(x)[1]:
                     return f"with {trial.name} the model's output ({name}) differs by {difference:.2g}"
     finally:
         for layer in attached:

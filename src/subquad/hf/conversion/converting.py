@@ -6,7 +6,8 @@ it was. What was done is written into config.json when the model is saved (attac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,7 @@ from ...mechanisms import MECHANISMS, Mechanism, create
 from ..plan.candidates import SDERF
 from .attachment import attach, detach, forget, saved_config
 from .capturing import LayerSample, capture, select_layers
-from .checking import disagreements, look
+from .checking import StandIn, disagreements, look
 from .choice import Assignment, assign, needs_calibration, seen_as, without
 from .interface import mechanism_of
 from .layers import AttentionLayer, known_layers
@@ -67,10 +68,14 @@ def _batches(calibration: Iterable[Any] | None, model: Any) -> list[Any]:
 def _check_batch(number: int, batch: Any) -> None:
     """Refuse what a tokenizer gives without return_tensors="pt": lists, arrays, one text without its batch."""
     if not isinstance(batch, Mapping):
-        if not isinstance(batch, (torch.Tensor, tuple, list)):
+        tensors = any(isinstance(one, torch.Tensor) for one in batch) if isinstance(batch, tuple | list) else False
+        if not isinstance(batch, torch.Tensor) and not tensors:
+            how = "texts are tokenized first"
+            if isinstance(batch, tuple | list):
+                how = "token ids are a batch of one as {'input_ids': torch.tensor([ids])}"
             raise TypeError(
-                f"calibration[{number}] must be a dict of tensors as the model takes them, a tuple or a tensor, got "
-                f"{type(batch).__name__}; texts are tokenized first"
+                f"calibration[{number}] must be a dict of tensors as the model takes them, a tuple of tensors or a "
+                f"tensor, got {type(batch).__name__}; {how}"
             )
         return
     for name, value in batch.items():
@@ -92,11 +97,11 @@ def _calibrate(mechanism: Mechanism, sample: LayerSample) -> None:
         mechanism.calibrate(q, k, key_mask=key_mask, query_mask=sample.query_mask(key_mask))
 
 
-def _gather(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> list[Assignment]:
+def _gather(model: nn.Module, assignments: Sequence[Assignment], batches: Sequence[Any]) -> None:
     """Calibrate what has statistics to gather."""
-    needy = {a.layer.index: a for a in made if a.mechanism is not None and needs_calibration(a.mechanism)}
+    needy = {a.layer.index: a for a in assignments if a.mechanism is not None and needs_calibration(a.mechanism)}
     if not needy:
-        return list(made)
+        return
     if not batches:
         name = next(a.mechanism.name for a in needy.values() if a.mechanism is not None)
         raise ValueError(
@@ -115,12 +120,11 @@ def _gather(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]
                 f"the calibration batches never reach attention layer {assignment.layer.index} "
                 f"({assignment.layer.name}), or hold padding only; give batches that run the whole model"
             )
-    return list(made)
 
 
-def _measure(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any]) -> ConversionReport:
+def _measure(model: nn.Module, assignments: Sequence[Assignment], batches: Sequence[Any]) -> ConversionReport:
     """Errors of every converted layer on the exact model's own queries, keys and values."""
-    errors = {a.layer.index: Errors(a.layer, a.mechanism) for a in made if a.mechanism is not None}
+    errors = {a.layer.index: Errors(a.layer, a.mechanism) for a in assignments if a.mechanism is not None}
     tokens = 0
     for batch in batches:
         samples = capture(model, [batch], layers=list(errors))
@@ -128,7 +132,7 @@ def _measure(model: nn.Module, made: Sequence[Assignment], batches: Sequence[Any
         for sample in samples:
             errors[sample.layer].add(sample)
     rows = []
-    for assignment in made:
+    for assignment in assignments:
         index, mechanism = assignment.layer.index, assignment.mechanism
         numbers = errors[index].relative() if index in errors else {}
         what = None if mechanism is None else saved_config(mechanism)
@@ -199,31 +203,48 @@ def convert(
             options = {**_with_error(mechanism, error), **options}
     given = (mechanism, layers, calibration, 0.01 if error is None else error, check, length, options)
     if positions is None:
-        return _convert(model, *given)
+        with _not_compiled(model) as inner:
+            return model, _convert(inner, *given)
     from . import sentences
 
     assert length is not None
     note = sentences.allow_longer_texts(model, length)  # first: what is calibrated with may be as long
     try:
-        model, report = _convert(model, *given)
+        report = _convert(model, *given)
     except BaseException:
         sentences.restore_length(model)
         raise
     return model, replace(report, notes=(*report.notes, note))
 
 
+@contextmanager
+def _not_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    """The model inside torch.compile's wrapper, run as it is. Afterwards what was compiled is compiled anew: graphs do
+    not notice that the config and the hooks of a module have changed."""
+    if not any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
+        yield model
+        return
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield inner
+    finally:
+        torch.compiler.reset()
+
+
 def _convert(
-    model: Model,
+    model: nn.Module,
     mechanism: Any,
-    layers: Iterable[int | str] | None,
+    wanted: Iterable[int | str] | None,
     calibration: Iterable[Any] | None,
     error: float,
     check: bool,
     length: int | None,
     options: dict[str, Any],
-) -> tuple[Model, ConversionReport]:
-    found = known_layers(model)
-    already = [layer for layer in found if mechanism_of(layer.module) is not None]
+) -> ConversionReport:
+    layers = known_layers(model)
+    already = [layer for layer in layers if mechanism_of(layer.module) is not None]
     if already:
         raise ValueError(
             f"the model is converted already (attention layer {already[0].index} is "
@@ -233,42 +254,45 @@ def _convert(
     own = mechanism == "softmax"  # every layer goes on with its own function: there is nothing to find out
     trials = make_trials(model, batches) if check and not own else []
     if trials:
-        found, trials = look(model, found, trials)
+        layers, trials = look(model, layers, trials)
     elif batches and not own:
         seen = {sample.layer: sample for sample in capture(model, batches[:1])}
-        found = [seen_as(layer, seen.get(layer.index)) for layer in found]
-    chosen_by_itself: Chosen | None = None
+        layers = [seen_as(layer, seen.get(layer.index)) for layer in layers]
+    choice: Chosen | None = None
     if mechanism is None:
-        chosen_by_itself = _choose(model, found, batches, layers, error, length, options)
-        mechanism, options = chosen_by_itself.mechanisms, {}
-        if all(one is None for one in mechanism.values()):
-            return model, replace(_nothing(found, batches), choice=chosen_by_itself)
-    options = _with_best_far(mechanism, options, batches)
-    made = assign(found, mechanism, layers, options)
-    if chosen_by_itself is not None:
-        made = [replace(assignment, asked=False) for assignment in made]
-    for assignment in made:
+        choice, assignments = _choose(model, layers, trials, batches, wanted, error, length, options)
+        if not any(assignment.mechanism is not None for assignment in assignments):
+            rows = tuple(LayerReport(a.layer.index, a.layer.name, None, a.reason) for a in assignments)
+            return ConversionReport(rows, len(batches), choice=choice)
+    else:
+        assignments = assign(layers, mechanism, wanted, _with_far(mechanism, options, batches))
+    for assignment in assignments:
         if assignment.mechanism is not None:
             _move(assignment.mechanism, assignment.layer.module)
-    chosen = [(a.layer, a.mechanism) for a in made if a.mechanism is not None and not a.mechanism.exact]
-    if check and chosen:
-        _check_trials(model, found, trials)
-        made = without(disagreements(model, chosen, trials), made)
-    made = _gather(model, made, batches)
-    report = replace(_measure(model, made, batches), choice=chosen_by_itself)
+    approximate = _approximate(assignments)
+    if check and approximate and choice is None:
+        _check_trials(model, layers, trials)
+        assignments = without(disagreements(model, approximate, trials), assignments)
+    _gather(model, assignments, batches)
+    report = replace(_measure(model, assignments, batches), choice=choice)
     worse = {row.layer for row in report.layers if row.mechanism is not None and _far_is_worse(row)}
     if worse and mechanism == "hybrid":
-        made = [_window_alone(a) if a.layer.index in worse else a for a in made]
-        report = replace(_measure(model, made, batches), notes=(_WORSE.format(sorted(worse)),))
+        assignments = [_window_alone(a) if a.layer.index in worse else a for a in assignments]
+        report = replace(_measure(model, assignments, batches), notes=(_WORSE.format(sorted(worse)),))
     # From here on nothing can fail.
-    for assignment in made:
+    for assignment in assignments:
         if assignment.mechanism is not None:
             attach(model, assignment.layer, assignment.mechanism)
     if _is_sentence_encoder(model):
         from . import sentences
 
         sentences.mark_converted(model)
-    return model, report
+    return report
+
+
+def _approximate(assignments: Sequence[Assignment]) -> list[tuple[AttentionLayer, Mechanism]]:
+    """The layers that are to get an approximation, and which."""
+    return [(a.layer, a.mechanism) for a in assignments if a.mechanism is not None and not a.mechanism.exact]
 
 
 def _with_error(mechanism: Any, error: float) -> dict[str, Any]:
@@ -286,12 +310,20 @@ def _with_error(mechanism: Any, error: float) -> dict[str, Any]:
 _WORSE = "layers {}: their far field is worse than none on the calibration batches, so they have the window alone"
 
 
-def _with_best_far(mechanism: Any, options: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, Any]:
-    """The options of "hybrid" with the best far field that calibration allows, where none is named."""
-    if mechanism != "hybrid" or "far" in options or not batches:
+def _with_far(mechanism: Any, options: Mapping[str, Any], batches: Sequence[Any]) -> dict[str, Any]:
+    """The options of "hybrid" with the best far field that calibration allows, where none is named, and with the seed
+    where it belongs: nothing else of it is drawn."""
+    if mechanism != "hybrid":
         return dict(options)
-    far = {**SDERF, "num_features": 256, "per_head": True, "seed": options.get("seed", 0)}
-    return {**{name: x for name, x in options.items() if name != "seed"}, "far": far}
+    near, far = {name: x for name, x in options.items() if name not in ("far", "seed")}, options.get("far")
+    seed = {"seed": options["seed"]} if "seed" in options else {}
+    if far is None and batches:
+        return {**near, "far": {**SDERF, "num_features": 256, "per_head": True, "seed": 0, **seed}}
+    if not seed:
+        return dict(options)
+    if isinstance(far, Mechanism) or (isinstance(far, Mapping) and "seed" in far):
+        raise ValueError(f"seed={options['seed']!r} is that of far=, which has one of its own; leave one of them out")
+    return {**near, "far": {**(far if isinstance(far, Mapping) else {"mechanism": far or "performer"}), **seed}}
 
 
 def _far_is_worse(row: LayerReport) -> bool:
@@ -307,13 +339,16 @@ def _window_alone(assignment: Assignment) -> Assignment:
 
 def _choose(
     model: nn.Module,
-    found: Sequence[AttentionLayer],
+    layers: Sequence[AttentionLayer],
+    trials: Sequence[Trial],
     batches: Sequence[Any],
-    layers: Iterable[int | str] | None,
+    wanted: Iterable[int | str] | None,
     error: float,
     length: int | None,
     options: Mapping[str, Any],
-) -> Chosen:
+) -> tuple[Chosen, list[Assignment]]:
+    """What is chosen, of layers whose converted path is what the model does: the choice says what the whole model
+    gives with all of them."""
     from ..plan.automatic import choose
 
     if not batches:
@@ -322,14 +357,21 @@ def _choose(
             "calibration=, a "
             "few batches as the model takes them, or name a mechanism"
         )
-    wanted = {layer.index for layer in select_layers(found, layers)}
-    seen = [layer if layer.index in wanted else replace(layer, obstacle="not asked for") for layer in found]
-    return choose(model, seen, batches, error=error, length=length, **options)
-
-
-def _nothing(found: Sequence[AttentionLayer], batches: Sequence[Any]) -> ConversionReport:
-    rows = tuple(LayerReport(x.index, x.name, None, x.obstacle or "chosen to stay exact") for x in found)
-    return ConversionReport(rows, len(batches))
+    asked = {layer.index for layer in select_layers(layers, wanted)}
+    layers = [layer if layer.index in asked else replace(layer, obstacle="not asked for") for layer in layers]
+    stand_ins = [(x, StandIn(x.head_dim)) for x in layers if not x.obstacle and x.head_dim is not None]
+    wrong = disagreements(model, stand_ins, trials) if trials else {}
+    while True:
+        layers = [replace(layer, obstacle=wrong.get(layer.index, layer.obstacle)) for layer in layers]
+        choice = choose(model, layers, batches, error=error, length=length, **options)
+        assignments = [
+            Assignment(x, one, "" if one is not None else x.obstacle or "chosen to stay exact")
+            for x, one in ((layer, choice.mechanisms.get(layer.index)) for layer in layers)
+        ]
+        # Once more with what they are: mechanisms that choose for several queries at once are told of padding.
+        wrong = disagreements(model, _approximate(assignments), trials) if trials else {}
+        if not wrong:
+            return choice, assignments
 
 
 def _is_sentence_encoder(model: nn.Module) -> bool:
@@ -348,8 +390,8 @@ def _check_positions(model: nn.Module, positions: str | None, length: int | None
         )
 
 
-def _check_trials(model: nn.Module, found: Sequence[AttentionLayer], trials: Sequence[Trial]) -> None:
-    if not trials and not all(isinstance(layer.module, nn.MultiheadAttention) for layer in found):
+def _check_trials(model: nn.Module, layers: Sequence[AttentionLayer], trials: Sequence[Trial]) -> None:
+    if not trials and not all(isinstance(layer.module, nn.MultiheadAttention) for layer in layers):
         raise ValueError(
             f"no input for {type(model).__name__} could be made from its config, so the conversion cannot be checked: "
             "pass calibration=, a list with at least one batch as the model takes it, or check=False"
@@ -370,14 +412,15 @@ def revert(model: Model) -> Model:
     >>> type(sq.hf.revert(model)).__name__
     'MultiheadAttention'
     """
-    found = [layer for layer in known_layers(model) if mechanism_of(layer.module) is not None]
-    if not found:
-        raise ValueError(f"{type(model).__name__} is not converted: there is nothing to revert")
-    for layer in found:
-        detach(model, layer)
-    forget(model)
-    if _is_sentence_encoder(model):
-        from .sentences import restore_length
+    with _not_compiled(model) as inner:
+        found = [layer for layer in known_layers(inner) if mechanism_of(layer.module) is not None]
+        if not found:
+            raise ValueError(f"{type(inner).__name__} is not converted: there is nothing to revert")
+        for layer in found:
+            detach(inner, layer)
+        forget(inner)
+        if _is_sentence_encoder(inner):
+            from .sentences import restore_length
 
-        restore_length(model)
+            restore_length(inner)
     return model

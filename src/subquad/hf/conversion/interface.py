@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -81,6 +82,15 @@ class AttentionCall:
         scaling = self.options.get("scaling")
         return float(scaling) if scaling is not None else float(self.q.shape[-1] ** -0.5)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v in one dtype: under autocast rotary positions leave q and k in float32 beside values in half."""
+        given = (self.q, self.k, self.v)
+        if len({x.dtype for x in given}) == 1:
+            return given
+        dtype = torch.promote_types(torch.promote_types(self.q.dtype, self.k.dtype), self.v.dtype)
+        return self.q.to(dtype), self.k.to(dtype), self.v.to(dtype)
+
     def exact(self, module: nn.Module) -> Tensor:
         """What the module's own attention function makes of it."""
         function, options = _exact_function(module), dict(self.options)
@@ -111,18 +121,23 @@ class AttentionCall:
         """Whether continuous batching calls: its cache comes as an option and is no `Cache`."""
         return any(self.options.get(name) is not None for name in ("cache", "block_table"))
 
+    @property
+    def starts(self) -> Tensor | None:
+        """Where the sequences of one row begin and end, (N + 1,), as the caller says; None for a single one."""
+        given = self.options.get("cu_seq_lens_q")
+        return given if isinstance(given, Tensor) and given.numel() > 2 else None
+
     def visible(self, module: nn.Module, where: str, cross: bool = False) -> Visible:
         """Which keys are seen, as the module's own function would; ValueError where that cannot be expressed."""
         queries, keys = self.q.shape[2], self.k.shape[2]
-        starts = self.options.get("cu_seq_lens_q")
-        if self.mask is None and isinstance(starts, Tensor) and queries == keys and self.q.shape[0] == 1:
-            return Visible(self.flag(module) and queries > 1, None, segments_of(starts, queries))
+        if self.mask is None and self.starts is not None and queries == keys and self.q.shape[0] == 1:
+            return Visible(self.flag(module) and queries > 1, None, segments_of(self.starts, queries))
         return visible_keys(self.mask, queries, keys, self.flag(module), where, own=not cross)
 
     def seen(self, module: nn.Module, where: str, cross: bool = False) -> Seen:
         """All of it in the terms of a mechanism; cross: whether the keys come from another sequence."""
         visible = self.visible(module, where, cross)
-        return Seen(self.q, self.k, self.v, visible.key_mask, visible.is_causal, self.scale, visible.segments)
+        return Seen(*self.tensors, visible.key_mask, visible.is_causal, self.scale, visible.segments)
 
 
 class LayerConfig:

@@ -89,14 +89,19 @@ def _is_cross(name: str, module: nn.Module) -> bool:
     return "crossattention" in type(module).__name__.lower() or any(part in lowered for part in _CROSS)
 
 
+def _kind(module: nn.Module) -> str | None:
+    """What the module or its config calls this layer ("full_attention", "sliding_attention", ...); None: nothing."""
+    kinds, index = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    listed = kinds[index] if kinds and isinstance(index, int) else None
+    found = getattr(module, "layer_type", None) or listed
+    return found if isinstance(found, str) else None
+
+
 def _sliding_window(module: nn.Module) -> int | None:
     """The width of this layer's sliding window, None for one that sees everything."""
-    config = getattr(module, "config", None)
     window = getattr(module, "sliding_window", None)
-    if not hasattr(module, "sliding_window"):
-        types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-        sliding = types[index] == "sliding_attention" if types and isinstance(index, int) else True
-        window = getattr(config, "sliding_window", None) if sliding else None
+    if not hasattr(module, "sliding_window") and _kind(module) in (None, "sliding_attention"):
+        window = getattr(getattr(module, "config", None), "sliding_window", None)
     return window if isinstance(window, int) and window > 0 else None
 
 
@@ -104,7 +109,7 @@ def _obstacle(module: nn.Module, cross: bool) -> str:
     """What this layer adds to its scores, or hides, that no product of one query's and one key's features can give."""
     if window := _sliding_window(module):
         return f"its sliding window of {window} tokens makes it linear in the length already"
-    if getattr(module, "layer_type", None) == "chunked_attention" or getattr(module, "is_chunked", False) is True:
+    if _kind(module) == "chunked_attention" or getattr(module, "is_chunked", False) is True:
         return "its chunked attention is linear in the length already"
     if hasattr(module, "has_relative_attention_bias") and not cross:
         return "it adds a learned bias of the relative position to every score, which no feature map expresses"

@@ -34,9 +34,9 @@ class Visible(NamedTuple):
 
 # What was read of a mask: what the new tokens see of each other, and which of the past ones they see (`_trimmed`).
 _Read = tuple[Visible, Tensor | None]
-# The masks that were read last, with what they said: layers of one call share a mask. Dead and changed ones are not
-# met.
-_READ: list[tuple[weakref.ref[Tensor], tuple[object, ...], _Read]] = []
+# The masks that were read last, with what they said and to which layers: those of one call share a mask. Dead and
+# changed ones are not met.
+_READ: list[tuple[weakref.ref[Tensor], tuple[object, ...], _Read, set[str]]] = []
 _KEPT = 4
 
 
@@ -210,14 +210,20 @@ def _tensor(mask: Any, where: str) -> Tensor:
 
 
 def _once(mask: Tensor, queries: int, keys: int, past: int, own: bool, where: str) -> _Read:
-    """`_pattern` of a mask, read once however many layers ask."""
-    counted = not mask.is_inference()  # else nobody could tell whether it was changed since
+    """`_pattern` of a mask, read once however many layers ask.
+
+    In inference mode nobody can tell whether a mask was changed since. A layer that asks again is in another call then,
+    and it is read again.
+    """
+    counted = not mask.is_inference()
     version = (queries, keys, past, own, mask._version if counted else 0)
-    for reference, known, found in _READ:
-        if counted and reference() is mask and known == version:
+    for reference, known, found, layers in _READ:
+        if reference() is mask and known == version and (counted or where not in layers):
+            layers.add(where)
             return found
     made = _pattern(_real(mask, queries, keys, where), past, own, where)
-    _READ[:] = [(weakref.ref(mask), version, made), *_READ[: _KEPT - 1]]
+    others = [one for one in _READ if counted or one[0]() is not mask]
+    _READ[:] = [(weakref.ref(mask), version, made, {where}), *others[: _KEPT - 1]]
     return made
 
 

@@ -29,7 +29,7 @@ from .attachment import NOTE, VERSION, attach, base_of, forget, inner_configs, n
 from .interface import mechanism_of
 from .layers import find_layers
 
-__all__ = ["load", "read_config", "rebuild", "saved_class"]
+__all__ = ["is_converted", "load", "read_config", "rebuild", "saved_class"]
 
 
 def rebuild(config: dict[str, Any]) -> Mechanism:
@@ -256,6 +256,11 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_object(path)
 
 
+def is_converted(folder: str | os.PathLike[str]) -> bool:
+    """Whether a converted model was saved to this folder, which has a config.json."""
+    return any(NOTE in level for level in _levels(read_config(folder)))
+
+
 def saved_class(folder: str | os.PathLike[str]) -> Any:
     """The model class that wrote a folder, from transformers or from here."""
     config = read_config(folder)
@@ -282,13 +287,12 @@ def load(folder: str | os.PathLike[str], **options: Any) -> Any:
     Plain `AutoModel...from_pretrained(folder)` gives the same after `import subquad.hf`. Weights are safetensors and
     the mechanisms are plain options in config.json: nothing is unpickled.
     """
-    config = read_config(folder)
-    converted = any(NOTE in level for level in _levels(config))
+    converted = is_converted(folder)
     if converted and (Path(folder) / "modules.json").is_file():
         from sentence_transformers import SentenceTransformer
 
         return SentenceTransformer(str(folder), trust_remote_code=True, **options)
-    if not converted and config.get("model_type") != "subquad":
+    if not converted and read_config(folder).get("model_type") != "subquad":
         raise ValueError(
             f"{folder} was not saved from a converted model (its config.json has no {NOTE!r}); load it with "
             "transformers' AutoModel and call subquad.hf.convert"

@@ -6,12 +6,15 @@ class into the folder, so loading it imports this file, and with it everything t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
+from .capturing import evaluating, run
 from .positions import InterpolatedEmbedding, interpolate_positions, restore_positions
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "mark_converted",
     "mark_exact",
     "restore_length",
+    "sentence_cosine",
 ]
 
 
@@ -81,3 +85,13 @@ def restore_length(model: Any) -> None:
         if table is not None:
             module.max_seq_length = model.max_seq_length = table.former_length or table.num_embeddings
     mark_exact(model)
+
+
+def sentence_cosine(model: nn.Module, exact: nn.Module, batches: Sequence[dict[str, Tensor]]) -> float:
+    """Mean cosine between what two sentence encoders make of tokenized texts, by their own pooling."""
+    found = []
+    for batch in batches:
+        with evaluating(model), evaluating(exact):
+            one, other = (run(encoder, batch)["sentence_embedding"] for encoder in (model, exact))
+        found.append(F.cosine_similarity(one, other, dim=-1).cpu())
+    return float(torch.cat(found).mean())

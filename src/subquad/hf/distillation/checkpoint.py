@@ -1,6 +1,7 @@
 """Checkpoints of a distillation: one safetensors file, written to the side and then renamed, nothing pickled.
 
 It holds the tensors that learn, their Adam moments, and as JSON in the header the settings, the step and all losses.
+Settings are what must be the same for a run to go on: numbers, and fingerprints of models, mechanisms and batches.
 The tensors of a finished first stage stay in it while the second one runs.
 """
 
@@ -18,9 +19,14 @@ from torch import Tensor, nn
 
 from ...files import replacing
 
-__all__ = ["Checkpoint", "Stage"]
+__all__ = ["STUDENT", "Checkpoint", "Stage"]
 
 _FORMAT = "subquad distillation 1"
+STUDENT = "weights of the student"
+_MERGED = (
+    ". A run that was stopped by seconds= in its LoRA stage has merged what it learned into its student: go on with "
+    "the student as it was before"
+)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -66,6 +72,7 @@ class Checkpoint:
             differs = sorted(k for k in self.settings if header["settings"].get(k) != self.settings[k])
             raise ValueError(
                 f"{path} was written with other settings ({', '.join(differs)}); use those, or remove it to start anew"
+                + (_MERGED if differs == [STUDENT] else "")
             )
         self.losses, self.stage, self.finished = header["losses"], header["stage"], header["finished"]
 
@@ -73,11 +80,14 @@ class Checkpoint:
         """Put back what the file holds of this stage; returns the first step to do."""
         if not self.kept:
             return 0
+        begun = stage.name in ("attention", self.stage)  # what the second stage adds is not there before it
+        absent = [name for name in tensors if f"value:{name}" not in self.kept]
+        if begun and absent:
+            raise ValueError(f"{self.path} lacks the tensor {absent[0]!r}, which learns; remove it to start anew")
         with torch.no_grad():
             for name, parameter in tensors.items():
-                stored = self.kept.get(f"value:{name}")
-                if stored is not None:
-                    parameter.copy_(stored)
+                if name not in absent:
+                    parameter.copy_(self.kept[f"value:{name}"])
         if self.stage != stage.name:
             # This stage is over (its result was just put back), or has not begun.
             return stage.steps if stage.name == "attention" else 0

@@ -28,10 +28,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ... import checks
+from ..conversion.attachment import saved_config
 from ..conversion.interface import mechanism_of
 from ..conversion.layers import find_layers, known_layers
 from ..conversion.output_projections import projection_names
-from .checkpoint import Checkpoint, Stage
+from ..plan.kept import fingerprint
+from .checkpoint import STUDENT, Checkpoint, Stage
 from .losses import attention_loss, model_loss
 from .teacher_cache import TeacherCache
 from .trainable import attention_tensors, bounded, gradients_off, trainable_buffers
@@ -103,7 +105,9 @@ def distill(
                  with the time where that is ahead of the steps, so such a run depends on the machine
     progress:    called as progress(line, done, total) after every step
     checkpoint:  a file, written atomically every `checkpoint_every` steps and on interruption; if it exists the run
-                 continues from it, and it is removed when the run is complete
+                 continues from it, and it is removed when the run is complete. Another teacher, student, mechanism or
+                 batch than it was begun with is refused. An interruption takes the LoRA of the second stage out of the
+                 student again, so that the same student can go on
 
     >>> import copy, torch, subquad as sq
     >>> from subquad.hf.distillation.distilling import distill
@@ -137,7 +141,9 @@ def distill(
             "copy of the teacher"
         )
     settings = {"steps": steps, "lr": lr, "lora_steps": lora_steps, "lora_rank": lora_rank, "lora_lr": lora_lr,
-                "seed": seed, "batches": len(given)}  # fmt: skip
+                "seed": seed}  # fmt: skip
+    if checkpoint is not None:
+        settings |= _fingerprints(teacher, student, given)
     keeper = Checkpoint(None if checkpoint is None else Path(checkpoint), settings, checkpoint_every)
     clock = _Clock(seconds)
     modes = [(module, module.training) for model in (teacher, student) for module in model.modules()]
@@ -183,6 +189,21 @@ def distill(
     )
 
 
+def _fingerprints(teacher: nn.Module, student: nn.Module, batches: Sequence[Any]) -> dict[str, Any]:
+    """What must not change between the parts of one run, beside its settings."""
+    mechanisms = {name: mechanism_of(module) for name, module in student.named_modules()}
+    with trainable_buffers(student):
+        learned = attention_tensors(student)
+        fixed = {name: x for name, x in student.state_dict().items() if name not in learned}
+        shapes = {name: tuple(x.shape) for name, x in learned.items()}
+    # Why a config cannot be saved may name an object of this process.
+    configs = {name: {**saved_config(one), "unsaveable": ""} for name, one in mechanisms.items() if one is not None}
+    return {
+        "batches": fingerprint(batches), "mechanisms": fingerprint(configs, shapes),
+        "weights of the teacher": fingerprint(teacher.state_dict()), STUDENT: fingerprint(fixed),
+    }  # fmt: skip
+
+
 class _Clock:
     def __init__(self, limit: float | None) -> None:
         self.limit, self.start, self.stopped = limit, time.perf_counter(), ""
@@ -216,7 +237,8 @@ def _lora(
     loss: Callable[[Tensor, Tensor, Any], Tensor] | None,
     seed: int,
 ) -> None:
-    """The second stage: adapters in, trained, merged."""
+    """The second stage: adapters in, trained, merged; taken out again where it is interrupted, for a checkpoint has
+    them beside the weights that they change."""
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
@@ -245,8 +267,10 @@ def _lora(
             return model_loss(teacher, student, batches[index], index, kept, loss)
 
         _train(Stage("model", steps, lr), *(tensors, keeper, clock, progress, before + steps, before), of_model)
-    finally:
-        adapted.merge_and_unload()
+    except BaseException:
+        adapted.unload()
+        raise
+    adapted.merge_and_unload()
 
 
 def _train(

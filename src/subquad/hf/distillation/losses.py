@@ -5,7 +5,7 @@ What the teacher gave is kept between steps as far as memory allows (`teacher_ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,12 +56,12 @@ def _learns(module: nn.Module) -> bool:
 
 
 def _outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Logits, else the last hidden state, else the tensor itself."""
+    """Logits, else the last hidden state (of a sentence encoder: its token embeddings), else the tensor itself."""
     out = run(model, batch)
     if isinstance(out, Tensor):
         return out
-    for name in ("logits", "last_hidden_state"):
-        found = getattr(out, name, None)
+    for name in ("logits", "last_hidden_state", "token_embeddings"):
+        found = out.get(name) if isinstance(out, Mapping) else getattr(out, name, None)
         if isinstance(found, Tensor):
             return found
     raise TypeError(f"the model returns a {type(out).__name__} without logits or last_hidden_state to compare")
@@ -98,6 +98,7 @@ def model_loss(
     found = _outputs(student, batch)
     if extra is not None:
         return extra(found, wanted, batch)
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    logits = wanted.shape[-1] == getattr(getattr(teacher, "config", None), "vocab_size", None)
-    return output_loss(found, wanted, mask, logits=logits)
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    config: Any = getattr(teacher, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return output_loss(found, wanted, mask, logits=wanted.shape[-1] == getattr(text, "vocab_size", None))

@@ -10,7 +10,8 @@ from ...mechanisms import MECHANISMS, create
 from ...planning.candidates import SDERF as SDERF_OPTIONS
 
 __all__ = [
-    "EXACT", "SDERF", "automatic_candidates", "checked_candidates", "default_candidates", "seeded", "with_causal_form",
+    "EXACT", "SDERF", "automatic_candidates", "checked_candidates", "default_candidates", "exact_reach", "seeded",
+    "with_causal_form",
 ]  # fmt: skip
 
 EXACT: dict[str, Any] = {"mechanism": "softmax"}
@@ -87,6 +88,29 @@ def default_candidates(
         found.append({"mechanism": "local", "window": window, "global_tokens": sinks})
         found += [{"mechanism": "hybrid", "window": window, "sinks": sinks, "far": far} for far in (degree1, *rich)]
     return found
+
+
+def exact_reach(options: Mapping[str, Any], is_causal: bool) -> int:
+    """Up to so many tokens a candidate is exact attention by construction: its error there says nothing about more.
+
+    `planning.candidates.least_tokens` asks for inputs that are several times as long. The sinks of a `hybrid` that is
+    not causal use its far field themselves; they are too few to judge it by.
+
+    >>> exact_reach({"mechanism": "local", "window": 32, "global_tokens": 4}, True)
+    37
+    >>> exact_reach({"mechanism": "multipole"}, True), exact_reach({"mechanism": "multipole"}, False)
+    (512, 511)
+    """
+    kind = MECHANISMS[options["mechanism"]]
+    named = kind.without_aliases({name: x for name, x in options.items() if name != "mechanism"})
+    known = {name: x for name, x in {**kind.options(), **named}.items() if isinstance(x, int)}
+    if "chunk" in known:
+        # Complete chunks have clusters, as many of them as are beyond the exact keys; not so a causal query's own one.
+        chunks = known.get("exact_keys", 0) // known["chunk"] + 1
+        return chunks * known["chunk"] - (not is_causal)
+    if "window" in known:
+        return known["window"] + known.get("sinks", 0) + 1
+    return max((known.get(name, 0) for name in ("clusters", "topk", "landmarks", "bucket_size", "stride")), default=0)
 
 
 def seeded(options: Mapping[str, Any], seed: int, layer: int, number: int) -> dict[str, Any]:

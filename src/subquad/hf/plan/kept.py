@@ -10,29 +10,44 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..._version import __version__
 from ...files import replacing
 
-__all__ = ["Kept"]
+__all__ = ["Kept", "fingerprint"]
 
 T = TypeVar("T")
 
 
-def _fingerprint(model: nn.Module, batches: Sequence[Any], asked: Any) -> str:
-    digest = hashlib.sha256(repr((__version__, torch.__version__, asked)).encode())
-    for x in [*model.state_dict().values(), *pytree.tree_leaves(list(batches))]:
+def fingerprint(*parts: Any) -> str:
+    """SHA-256 of tensors, plain values, and lists and mappings of them; of anything else its type alone counts.
+
+    >>> one, other = ([{"input_ids": torch.tensor([[1, x]])}] for x in (2, 3))
+    >>> fingerprint(one) == fingerprint(one), fingerprint(one) == fingerprint(other)
+    (True, False)
+    """
+    digest = hashlib.sha256()
+
+    def add(x: Any) -> None:
         if isinstance(x, Tensor):
-            flat = x.detach().cpu().contiguous()
-            digest.update(f"{flat.dtype} {tuple(flat.shape)}".encode())
+            flat = (x.int_repr() if x.is_quantized else x).detach().cpu().contiguous()
+            digest.update(f"{x.dtype} {tuple(flat.shape)}".encode())
             digest.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        elif isinstance(x, Mapping | list | tuple):
+            digest.update(f"{len(x)} in one;".encode())
+            for one in x.items() if isinstance(x, Mapping) else x:
+                add(one)
+        else:
+            plain = x is None or isinstance(x, str | int | float)
+            digest.update(f"{x!r};".encode() if plain else f"{type(x).__name__};".encode())
+
+    add(parts)
     return digest.hexdigest()
 
 
@@ -52,7 +67,9 @@ class Kept:
     ) -> None:
         self.path = None if path is None else Path(path)
         self.found: dict[str, Any] = {}
-        self.key = "" if self.path is None else _fingerprint(model, batches, asked)
+        self.key = ""
+        if self.path is not None:
+            self.key = fingerprint(__version__, torch.__version__, model.state_dict(), batches, asked)
         if self.path is not None and self.path.exists():
             try:
                 known = torch.load(self.path, weights_only=True)

@@ -19,7 +19,7 @@ from ...planning.cost import attention_costs
 from ..conversion.capturing import LayerSample, capture
 from ..conversion.layers import AttentionLayer, known_layers
 from ..conversion.output_projections import output_weight
-from .candidates import default_candidates, seeded, with_causal_form
+from .candidates import default_candidates, exact_reach, seeded, with_causal_form
 from .kept import Kept
 from .statistics import LayerStatistics, gather
 
@@ -55,6 +55,9 @@ class Survey:
     matrices: dict[tuple[int, int], Tensor] = field(repr=False)
     balance: bool
     seed: int
+    # The longest input that decides; of layers where candidates were left out for it, the least `exact_reach` of these.
+    beyond_reach: int = 0
+    left_out: dict[int, int] = field(default_factory=dict)
 
     def tables(self) -> dict[int, tuple[Tensor, Tensor]]:
         """What `search` takes: errors and seconds at the length that is planned for."""
@@ -119,12 +122,14 @@ def survey_layers(
     balance: bool = True,
     draws: int = 1,
     seed: int = 0,
+    beyond_reach: int = 0,
     kept: Kept | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Survey:
     """Run every candidate on what the layers of `model` see; see `plan_layers` for the arguments.
 
     found: the layers as they are known, `known_layers(model)` unless given
+    beyond_reach: the longest input that decides, if what is exact by construction on it is to be left out; not softmax
     kept:  where the errors of each layer are kept
     """
     lengths = sorted({length, *lengths})
@@ -145,7 +150,9 @@ def survey_layers(
             seen.setdefault(sample.layer, []).append(sample)
     tables: dict[int, LayerTable] = {}
     shapes: dict[int, tuple[int, int, int]] = {}
-    costs: dict[Any, tuple[Tensor, list[float]]] = {}
+    costs: dict[str, tuple[Tensor, list[float]]] = {}
+    left_out: dict[int, int] = {}
+    widths = {index: max(k.shape[2] for sample in samples for k in sample.k) for index, samples in seen.items()}
     matrices: dict[tuple[int, int], Tensor] = {}
     for layer in known_layers(model) if found is None else found:
         if layer.index not in seen or layer.obstacle:
@@ -158,6 +165,13 @@ def survey_layers(
             choices = with_causal_form(choices, shape, layer.name)
         if cross:
             choices = [c for c in choices if MECHANISMS[c["mechanism"]].cross]
+        if beyond_reach:
+            # Some layers see less than the input: a decoder beside an encoder.
+            tokens = beyond_reach if widths[layer.index] == max(widths.values()) else widths[layer.index]
+            reaches = [0 if c["mechanism"] == "softmax" else exact_reach(c, causal) for c in choices]
+            choices = [c for c, reach in zip(choices, reaches, strict=True) if reach < tokens]
+            if max(reaches) >= tokens:
+                left_out[layer.index] = min(reach for reach in reaches if reach >= tokens)
         shapes[layer.index] = shape
         if progress is not None:
             progress(f"layer {layer.index}: {len(choices)} candidates", len(tables), len(seen))
@@ -171,14 +185,13 @@ def survey_layers(
 
         result = measure() if kept is None else kept.get(f"errors of layer {layer.index}", measure)
         matrices |= {(layer.index, n): x for n, x in enumerate(result["matrices"]) if x is not None}
-        if (shape, causal, cross) not in costs:
-            costs[shape, causal, cross] = _times(choices, shape, causal, lengths)
-        tables[layer.index] = LayerTable(
-            layer, choices, result["errors"], *costs[shape, causal, cross], result["uniform"]
-        )
+        asked = repr((choices, shape, causal))
+        if asked not in costs:
+            costs[asked] = _layer_times(choices, shape, causal, lengths)
+        tables[layer.index] = LayerTable(layer, choices, result["errors"], *costs[asked], result["uniform"])
     if not tables:
         raise ValueError("no attention layer of the model was reached by the batches; nothing can be planned")
-    return Survey(tables, lengths, length, statistics, shapes, matrices, balance, seed)
+    return Survey(tables, lengths, length, statistics, shapes, matrices, balance, seed, beyond_reach, left_out)
 
 
 def drawn_matrix(part: nn.Module) -> Tensor | None:
@@ -213,7 +226,7 @@ def _best_draws(
     return errors, matrix
 
 
-def _times(
+def _layer_times(
     choices: Sequence[Mapping[str, Any]], shape: tuple[int, int, int], causal: bool, lengths: Sequence[int]
 ) -> tuple[Tensor, list[float]]:
     """Seconds per KV head, (candidates, lengths), and of the whole layer with exact attention."""
