@@ -44,11 +44,10 @@ from subquad.files import write_text
 from subquad.lab import interleave, machine, write_json
 from subquad.planning.answer import Choice, Plan, limit_of
 from subquad.planning.baselines import uniform_error
-from subquad.planning.candidates import calibrated, ladders, made, with_seed
+from subquad.planning.candidates import calibrated, made, sweeps, with_seed
 from subquad.planning.cost import attention_costs, clock
 from subquad.planning.piece import Piece
 from subquad.planning.planner import timed
-from subquad.planning.prediction import draws_something
 
 TARGET = 0.05
 FRESH = (2, 3)  # seeds
@@ -107,21 +106,21 @@ class Errors:
         if key not in self.chosen:
             q, k, _ = self.sample
             attend = calibrated(choice.create(q.shape[-1], q.shape[1], k.shape[1]), q, k, None)
-            draws = DRAWS if draws_something(attend) and not hasattr(attend, "num_features") else 1
+            draws = DRAWS if attend.is_random and not hasattr(attend, "num_features") else 1
             self.chosen[key] = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
         return self.chosen[key]
 
-    def mean(self, ladder: Any, options: dict[str, Any], enough: float) -> tuple[float, float]:
+    def mean(self, sweep: Any, options: dict[str, Any], enough: float) -> tuple[float, float]:
         """The mean over draws, one draw where it is far above `enough`; and the seconds of a run."""
-        key = key_of(ladder.mechanism, options)
+        key = key_of(sweep.mechanism, options)
         if key not in self.found:
             q, k, _ = self.sample
-            attend = calibrated(made(ladder, options, 1000, q, k), q, k, None)
+            attend = calibrated(made(sweep, options, 1000, q, k), q, k, None)
             start = clock()
             error = self.pieces[0].error(attend)
             seconds = clock() - start
             if error <= 3 * enough:
-                draws = DRAWS if draws_something(attend) else 1
+                draws = DRAWS if attend.is_random else 1
                 error = statistics.fmean(piece.mean_error(attend, draws=draws) for piece in self.pieces)
             self.found[key] = [error, seconds]
         error, seconds = self.found[key]
@@ -132,18 +131,18 @@ class Errors:
         times as slow as one that does holds no fastest setting."""
         found = []
         limit = math.inf
-        for ladder in ladders(None, is_causal=self.is_causal, cross=False):
-            if self.mean(ladder, ladder.steps[0], target)[1] > SLOWER * limit:
+        for sweep in sweeps(None, is_causal=self.is_causal, cross=False):
+            if self.mean(sweep, sweep.options[0], target)[1] > SLOWER * limit:
                 continue
-            if self.mean(ladder, ladder.steps[-1], target)[0] > target:
+            if self.mean(sweep, sweep.options[-1], target)[0] > target:
                 continue
             first = bisect.bisect_left(
-                ladder.steps, True, hi=len(ladder.steps) - 1,
-                key=lambda options: self.mean(ladder, options, target)[0] <= target,
+                sweep.options, True, hi=len(sweep.options) - 1,
+                key=lambda options: self.mean(sweep, options, target)[0] <= target,
             )  # fmt: skip
-            options = ladder.steps[first]
-            limit = min(limit, self.mean(ladder, options, target)[1])
-            found.append((ladder.mechanism, dict(with_seed(ladder.mechanism, options, 0))))
+            options = sweep.options[first]
+            limit = min(limit, self.mean(sweep, options, target)[1])
+            found.append((sweep.mechanism, dict(with_seed(sweep.mechanism, options, 0))))
         return found
 
 
