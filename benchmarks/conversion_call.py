@@ -183,7 +183,7 @@ def speed(study: Study, arguments: argparse.Namespace) -> None:
     study.begin("speed", "seconds of the whole encoder, one text, exact and converted in turn")
     tokenizer = AutoTokenizer.from_pretrained(arguments.encoder)
     for length in arguments.speed_lengths:
-        known = [int(folder.name) for folder in arguments.students.iterdir()]
+        known = [int(folder.name) for folder in arguments.students.iterdir() if folder.is_dir()]
         chosen_for = max((n for n in known if n <= length), default=min(known))
         choice = kept_choice(arguments.students / str(chosen_for))
         exact = encoder_of(arguments, length)
