@@ -1,8 +1,9 @@
-"""Writing files: at any moment the old one or the new one is there, never half of one."""
+"""Writing files: at any moment the old one or the new one is there, never half of one. And what a file was made of."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -12,12 +13,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 try:
     import fcntl
 except ImportError:  # not on Windows, where nothing is locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["check_writable", "locked", "make_shared", "read_object", "replacing", "write_json", "write_text"]
+__all__ = [
+    "check_writable",
+    "fingerprint",
+    "locked",
+    "make_shared",
+    "read_object",
+    "replacing",
+    "write_json",
+    "write_text",
+]
 
 
 def check_writable(argument: str, path: str | os.PathLike[str], *, folder: bool = False) -> None:
@@ -154,3 +167,29 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+def fingerprint(*parts: Any) -> str:
+    """SHA-256 of tensors, plain values, and lists and mappings of them; of anything else its type alone counts.
+
+    >>> one, other = ([{"input_ids": torch.tensor([[1, x]])}] for x in (2, 3))
+    >>> fingerprint(one) == fingerprint(one), fingerprint(one) == fingerprint(other)
+    (True, False)
+    """
+    digest = hashlib.sha256()
+
+    def add(x: Any) -> None:
+        if isinstance(x, Tensor):
+            flat = (x.int_repr() if x.is_quantized else x).detach().cpu().contiguous()
+            digest.update(f"{x.dtype} {tuple(flat.shape)}".encode())
+            digest.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+        elif isinstance(x, Mapping | list | tuple):
+            digest.update(f"{len(x)} in one;".encode())
+            for one in x.items() if isinstance(x, Mapping) else x:
+                add(one)
+        else:
+            plain = x is None or isinstance(x, str | int | float)
+            digest.update(f"{x!r};".encode() if plain else f"{type(x).__name__};".encode())
+
+    add(parts)
+    return digest.hexdigest()

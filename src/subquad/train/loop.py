@@ -30,7 +30,7 @@ from ..plain_text import first_line
 from ..tasks.base import Batch, DataError, Progress, SequentialExamples, TaskModel
 from . import checkpoint
 from .clock import Clock, paced
-from .data import batches, fingerprint, validation_batches
+from .data import batches, data_fingerprint, validation_batches
 from .distributed import Workers, lost_process
 from .memory import MemoryEstimate, estimate_memory, is_out_of_memory, out_of_memory, refuse_batch
 from .optimizers import make_optimizer
@@ -149,7 +149,7 @@ class _Training:
     def start(self, resume: bool) -> Outcome:
         # Data and model first: what is wrong with them must not leave a folder behind.
         self.examples = {split: self.run.task.examples(split) for split in ("train", "valid")}
-        self.fingerprint = fingerprint(self.examples)
+        self.fingerprint = data_fingerprint(self.examples)
         seed_all(mix(self.settings.seed, 0) >> 1)
         module = self.run.build()
         if self.run.start is not None and not checkpoint.latest(self.folder / "checkpoints"):

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ... import checks
+from ...files import fingerprint
 from ..conversion.attachment import saved_config
 from ..conversion.interface import mechanism_of
 from ..conversion.layers import find_layers, known_layers
 from ..conversion.output_projections import projection_names
-from ..plan.kept import fingerprint
 from .checkpoint import STUDENT, Checkpoint, Stage
 from .losses import attention_loss, model_loss
 from .teacher_cache import TeacherCache

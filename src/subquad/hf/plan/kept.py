@@ -7,48 +7,21 @@ A file with another key is begun anew. It is replaced as a whole after every res
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._version import __version__
-from ...files import replacing
+from ...files import fingerprint, replacing
 
-__all__ = ["Kept", "fingerprint"]
+__all__ = ["Kept"]
 
 T = TypeVar("T")
-
-
-def fingerprint(*parts: Any) -> str:
-    """SHA-256 of tensors, plain values, and lists and mappings of them; of anything else its type alone counts.
-
-    >>> one, other = ([{"input_ids": torch.tensor([[1, x]])}] for x in (2, 3))
-    >>> fingerprint(one) == fingerprint(one), fingerprint(one) == fingerprint(other)
-    (True, False)
-    """
-    digest = hashlib.sha256()
-
-    def add(x: Any) -> None:
-        if isinstance(x, Tensor):
-            flat = (x.int_repr() if x.is_quantized else x).detach().cpu().contiguous()
-            digest.update(f"{x.dtype} {tuple(flat.shape)}".encode())
-            digest.update(flat.view(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-        elif isinstance(x, Mapping | list | tuple):
-            digest.update(f"{len(x)} in one;".encode())
-            for one in x.items() if isinstance(x, Mapping) else x:
-                add(one)
-        else:
-            plain = x is None or isinstance(x, str | int | float)
-            digest.update(f"{x!r};".encode() if plain else f"{type(x).__name__};".encode())
-
-    add(parts)
-    return digest.hexdigest()
 
 
 class Kept:
