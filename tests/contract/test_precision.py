@@ -51,6 +51,23 @@ def test_autocast_does_not_lower_the_features(approximate_case):
         assert (got - want).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_inputs_in_another_half_precision_than_autocast(case, dtypes):
+    attn, (q, k, v) = case.make(), case.inputs(dtype=dtypes[0])
+    with torch.autocast("cpu", dtype=dtypes[1]):
+        for is_causal in case.causal_modes:
+            assert attn(q, k, v, is_causal=is_causal).dtype == dtypes[0]
+        if case.cls.recurrent:
+            first, last = ([x[:, :, part] for x in (q, k, v)] for part in (slice(0, 7), slice(7, None)))
+            _, state = attn.scan(*first)
+            assert attn.scan(*last, state)[0].dtype == dtypes[0]
+            assert attn.scan(q, k, v, sq.Checkpoints(2))[0].dtype == dtypes[0]
+            if attn.merges:
+                sq.merge(state, attn.scan(*last)[1])
+        if case.cls.recurrent and attn.absorbs:
+            assert attn.read(q, attn.absorb(k, v, attn.absorb(k, v))).dtype == dtypes[0]
+
+
 def test_states_are_never_below_float32(kernelised_case):
     attn, (q, k, v) = kernelised_case.make(), kernelised_case.inputs(dtype=torch.bfloat16)
     out, state = attn.scan(q, k, v)

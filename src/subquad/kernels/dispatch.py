@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..features.precision import full_precision
 from ..state import State
 from .chunked import Chunked
 from .experimental.fla import FlashLinearAttention
@@ -38,12 +37,11 @@ def attend(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) ->
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         spec = spec._replace(window=min(spec.window, q.shape[2] - 1))
-    with full_precision(q):
-        if spec.window is None or call.key_mask is None:
-            return backend.attend(spec, call, q, k, v).to(v.dtype)
-        order = Order(call.key_mask, k.shape[2], k.device)
-        call = call._replace(key_mask=order.real)
-        return order.back(backend.attend(spec, call, *(order.front(x) for x in (q, k, v)))).to(v.dtype)
+    if spec.window is None or call.key_mask is None:
+        return backend.attend(spec, call, q, k, v).to(v.dtype)
+    order = Order(call.key_mask, k.shape[2], k.device)
+    call = call._replace(key_mask=order.real)
+    return order.back(backend.attend(spec, call, *(order.front(x) for x in (q, k, v)))).to(v.dtype)
 
 
 def scan(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
@@ -51,31 +49,28 @@ def scan(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor, stat
     backend = _chosen(spec, call, q, k, v)
     if spec.window is not None and q.shape[2] == 0:
         return v.new_zeros((*q.shape[:3], v.shape[-1])), state
-    with full_precision(q):
-        if spec.window is None or call.key_mask is None:
-            out, after = backend.scan(spec, call, q, k, v, state)
-        elif q.shape[2] == 1:
-            out, after = backend.scan(spec, call, q, k, v, state)
-            out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
-        else:
-            order = Order(call.key_mask, k.shape[2], k.device)
-            call = call._replace(key_mask=order.real)
-            q, k, wide = (order.front(x) for x in (q, k, v))
-            out, after = backend.scan(spec, call, q, k, wide, state)
-            out = order.back(out)
+    if spec.window is None or call.key_mask is None:
+        out, after = backend.scan(spec, call, q, k, v, state)
+    elif q.shape[2] == 1:
+        out, after = backend.scan(spec, call, q, k, v, state)
+        out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
+    else:
+        order = Order(call.key_mask, k.shape[2], k.device)
+        call = call._replace(key_mask=order.real)
+        q, k, wide = (order.front(x) for x in (q, k, v))
+        out, after = backend.scan(spec, call, q, k, wide, state)
+        out = order.back(out)
     return out.to(v.dtype), after
 
 
 def absorb(spec: WindowedLinear, call: Call, k: Tensor, v: Tensor, state: State) -> State:
     """The state after keys k (B, H, S, D) and values v (B, H, S, E); without a window."""
     backend = _chosen(spec, call, k, v)
-    with full_precision(k):
-        after: State = backend.absorb(spec, call, k, v, state)
+    after: State = backend.absorb(spec, call, k, v, state)
     return after
 
 
 def read(spec: WindowedLinear, call: Call, q: Tensor, state: State) -> Tensor:
     """out (B, Hq, L, E) in q's dtype: every absorbed key is visible to every query; without a window."""
     backend = _chosen(spec, call, q)
-    with full_precision(q):
-        return backend.read(spec, call, q, state).to(q.dtype)
+    return backend.read(spec, call, q, state).to(q.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..features.calibration import Calibration, calibrations
+from ..features.precision import full_precision
 from ..features.random import apply_statistics
 from ..kernels.operator import Call
 from ..rollback import Checkpoints
@@ -58,6 +60,7 @@ class Mechanism(nn.Module):
         causal_refusal:            why there is no causal form, where there is none
         cross:                     there may be fewer or more queries than keys
         each_query_alone:          no query changes what another one gets
+        follows_autocast:          products are in autocast's dtype; the others are outside of it, in float32 or wider
         leaks_by_selection:        in causal calls, which keys a query sees can depend on later tokens
         CONTRACT_VARIANTS:         option sets that the contract tests run; every option appears in one of them
     """
@@ -80,6 +83,7 @@ class Mechanism(nn.Module):
     merges: bool = True
     crops: bool = False
     each_query_alone: bool = False
+    follows_autocast: bool = False
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
     signed: bool = False
@@ -232,7 +236,8 @@ class Mechanism(nn.Module):
         k, v = without_padding(k, v, key_mask)
         call = Call(self.resolve_scale(scale), key_mask, query_mask, backend, chunk_size)
         attend = self._attend if self.attend_override is None else partial(self.attend_override, self)
-        out = attend(q, k, v, call, is_causal=is_causal)
+        with self._precision(q):
+            out = attend(q, k, v, call, is_causal=is_causal)
         if query_mask is not None:
             out = out.masked_fill(~query_mask.unsqueeze(1).unsqueeze(-1), 0.0)
         if q.shape[2] == 0 or k.shape[2] == 0:
@@ -258,8 +263,9 @@ class Mechanism(nn.Module):
         place. A `Checkpoints` in place of a state remembers the last tokens, so that they can be taken back.
         """
         if isinstance(state, Checkpoints):
-            call = {"key_mask": key_mask, "scale": scale, "backend": backend, "chunk_size": chunk_size}
-            return state.scan(self, q, k, v, **call)
+            given = {"key_mask": key_mask, "scale": scale, "backend": backend, "chunk_size": chunk_size}
+            with self._precision(q):
+                return state.scan(self, q, k, v, **given)
         if not self.recurrent:
             raise NotImplementedError(
                 f"{self.name} has no recurrent form, so it cannot scan; choose one of list_mechanisms(recurrent=True)"
@@ -274,7 +280,9 @@ class Mechanism(nn.Module):
             )
         checks.check_chunk_size(chunk_size)
         k, v = without_padding(k, v, key_mask)
-        return self._scan(q, k, v, state, Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size))
+        call = Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size)
+        with self._precision(q):
+            return self._scan(q, k, v, state, call)
 
     def absorb(
         self,
@@ -296,7 +304,8 @@ class Mechanism(nn.Module):
         checks.check_chunk_size(chunk_size)
         k, v = without_padding(k, v, key_mask)
         call = Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size)
-        return self._absorb(k, v, state, call)
+        with self._precision(k):
+            return self._absorb(k, v, state, call)
 
     def read(
         self,
@@ -313,7 +322,11 @@ class Mechanism(nn.Module):
         checks.check_queries(q, self.head_dim, self.heads)
         checks.check_chunk_size(chunk_size)
         call = Call(self.resolve_scale(scale), None, None, backend, chunk_size)
-        return self._read(q, state, call)
+        with self._precision(q):
+            return self._read(q, state, call)
+
+    def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
+        return nullcontext() if self.follows_autocast else full_precision(x)
 
     @property
     def absorbs(self) -> bool:
@@ -366,7 +379,8 @@ class Mechanism(nn.Module):
             one.assign(found.query_mean, found.key_mean, found.query_cov, found.key_cov, found.counts)
         apply_statistics(self)
 
-    # -- what a mechanism implements: inputs are checked, masked keys and values are 0, the scale is a number ----------
+    # -- what a mechanism implements: inputs are checked, masked keys and values are 0, the scale is a number, and
+    # -- autocast is off, unless the mechanism follows it --------------------------------------------------------------
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not implement attention")

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import full_precision
 from ..kernels.clustered import BACKENDS, Spec, choose
 from ..kernels.kmeans import CLUSTERINGS, ClusterDraw
 from ..kernels.operator import Call
@@ -75,8 +74,7 @@ class _ByCluster(Mechanism):
         if q.shape[2] == 0 or k.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         spec = self._spec()
-        with full_precision(q):
-            return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
 
 
 @final

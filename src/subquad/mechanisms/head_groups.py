@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..features.calibration import Calibration, balancing_map, calibrations, whitening_map
-from ..features.precision import Float32Buffers, full_precision
+from ..features.precision import Float32Buffers
 from ..features.random import apply_statistics
 from ..features.seeded import Projection
 from ..kernels.operator import Call
@@ -95,8 +95,7 @@ class _Balance(Float32Buffers):
         """x (B, G H, L, D) in the new coordinates; one matrix per KV head."""
         groups = x.shape[1] // matrix.shape[0]
         matrix = matrix.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(groups, 0)
-        with full_precision(x):
-            return (x.to(matrix.dtype).contiguous() @ matrix.mT).to(x.dtype)
+        return (x.to(matrix.dtype).contiguous() @ matrix.mT).to(x.dtype)
 
 
 def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[list[int], dict[str, Any]]]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import checks
-from ..features.precision import compute_dtype, full_precision
+from ..features.precision import compute_dtype
 from ..kernels.operator import Call
 from ..kernels.padding import Order, real_keys
 from .base import Mechanism, check_call
@@ -203,13 +203,12 @@ class Linformer(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         check_call(call)
         dtype = compute_dtype(v)
-        with full_precision(q):
-            wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
-            if call.backend == "reference":
-                return self._dense(wide_q, wide_k, wide_v, call.scale, call.key_mask).to(v.dtype)
-            mixed_k, mixed_v = self.projection(wide_k, wide_v, call.key_mask)
-            out: Tensor = self.exact_attention(wide_q, mixed_k, mixed_v, scale=call.scale)
-            return out.to(v.dtype)
+        wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
+        if call.backend == "reference":
+            return self._dense(wide_q, wide_k, wide_v, call.scale, call.key_mask).to(v.dtype)
+        mixed_k, mixed_v = self.projection(wide_k, wide_v, call.key_mask)
+        out: Tensor = self.exact_attention(wide_q, mixed_k, mixed_v, scale=call.scale)
+        return out.to(v.dtype)
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> Tensor:
         """The definition, as an L x S matrix softmax(q (E k)^T) F of weights on tokens."""

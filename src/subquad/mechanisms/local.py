@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import full_precision
 from ..kernels.dispatch import BACKENDS
 from ..kernels.operator import Call
 from ..kernels.padding import Order
@@ -102,8 +101,7 @@ class Local(Windowed):
         first = torch.arange(self.sinks, device=q.device) < state.count[:, None]
         known = state.sinks.followed_by(*state.window)
         visible = torch.cat([first, near], 1)[:, None, None]
-        with full_precision(q):
-            return dense_softmax(q.to(known.k.dtype), known.k, known.v, visible, call.scale).to(q.dtype)
+        return dense_softmax(q.to(known.k.dtype), known.k, known.v, visible, call.scale).to(q.dtype)
 
     def _check_backend(self, call: Call) -> None:
         # All of them remember and look up the same few tokens.

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import compute_dtype, full_precision
+from ..features.precision import compute_dtype
 from ..features.projections import GaussianProjection
 from ..kernels.lsh import BACKENDS, Spec, choose
 from ..kernels.operator import Call
@@ -122,6 +122,5 @@ class LSH(Mechanism):
             )
         if length == 0 or k.shape[2] == 0:
             return v.new_zeros((batch, heads, length, v.shape[-1]))
-        with full_precision(q):
-            spec = self._spec(compute_dtype(q), is_causal)
-            return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        spec = self._spec(compute_dtype(q), is_causal)
+        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)

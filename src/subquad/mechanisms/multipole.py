@@ -203,17 +203,16 @@ class Multipole(Mechanism):
         if state is not None:
             state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
         origin = self._origin(call.scale)
-        with full_precision(k):
-            if call.backend is None and paged(call, k if q is None else q, k, v, state):
-                pages = None if state is None else state.pages
-                if pages is None:
-                    memory = None if state is None else state.memory()
-                    pages = begin_constant(self._bounded(call)[0], call, k, v, memory)
-                out, pages = pages.scan(q, k, v, call.key_mask)
-                if out is not None and call.key_mask is not None:
-                    out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
-                return out, ConstantState.of(pages, origin)
-            out, memory = self._remembered(q, k, v, None if state is None else state.memory(), call)
+        if call.backend is None and paged(call, k if q is None else q, k, v, state):
+            pages = None if state is None else state.pages
+            if pages is None:
+                memory = None if state is None else state.memory()
+                pages = begin_constant(self._bounded(call)[0], call, k, v, memory)
+            out, pages = pages.scan(q, k, v, call.key_mask)
+            if out is not None and call.key_mask is not None:
+                out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
+            return out, ConstantState.of(pages, origin)
+        out, memory = self._remembered(q, k, v, None if state is None else state.memory(), call)
         return (None if out is None else out.to(v.dtype)), ConstantState.from_memory(memory, origin)
 
     # -- the calls ----------------------------------------------------------------------------------------------------
@@ -225,8 +224,7 @@ class Multipole(Mechanism):
         return self._computed(self._spec(causal=is_causal), call, q, k, v)
 
     def _computed(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with full_precision(q):
-            return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
 
     def _origin(self, scale: float) -> str:
         return f"{self._identity} draw {self.draw.draw_key()} scale {scale:.9g}"
@@ -287,8 +285,7 @@ class Multipole(Mechanism):
             if not tracing(k):
                 done = before.complete()
                 known = Choices(before.order[:, :, :done], before.sizes[:, :, :done])
-        with full_precision(k):
-            made = cluster(self._spec(known=known), call._replace(key_mask=mask), k)
+        made = cluster(self._spec(known=known), call._replace(key_mask=mask), k)
         return MultipoleState(k, v, mask, made.order, made.sizes, self._origin(call.scale))
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
@@ -297,9 +294,8 @@ class Multipole(Mechanism):
             read: Tensor = state.pages.read(q)
             return read.to(q.dtype)
         if self.constant_memory:
-            with full_precision(q):
-                memory = state.memory()
-                out = constant.read(self._bounded(call)[0], memory, call.scale * q.to(memory.k.dtype))
+            memory = state.memory()
+            out = constant.read(self._bounded(call)[0], memory, call.scale * q.to(memory.k.dtype))
             return out.to(q.dtype)
         seen = call._replace(key_mask=state.mask)
         spec = self._spec(known=Choices(state.order, state.sizes))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import compute_dtype, full_precision
+from ..features.precision import compute_dtype
 from ..kernels.operator import Call
 from .base import Mechanism, check_call
 from .softmax import Softmax
@@ -131,23 +131,22 @@ class Nystrom(Mechanism):
         if q.shape[2] == 0 or k.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         dtype, groups = compute_dtype(v), q.shape[1] // k.shape[1]
-        with full_precision(q):
-            wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
-            mean_q, have_q = segment_means(wide_q, self.landmarks, call.query_mask)
-            mean_k, have_k = segment_means(wide_k, self.landmarks, call.key_mask)
-            mean_k = mean_k.repeat_interleave(groups, 1)
-            inverse = self._inverse(mean_q, mean_k, have_q, have_k, call.scale)
-            if call.backend == "reference":
-                left = _softmax(wide_q, mean_k, have_k, call.scale)
-                right = _softmax(mean_q, wide_k.repeat_interleave(groups, 1), call.key_mask, call.scale)
-                if call.key_mask is not None:
-                    wide_v = wide_v.masked_fill(~call.key_mask[:, None, :, None], 0.0)
-                return ((left @ inverse @ right) @ wide_v.repeat_interleave(groups, 1)).to(v.dtype)
-            # A mask only where there can be something to hide: without one torch's fastest kernel applies.
-            seen: Tensor = self.exact_attention(mean_q, wide_k, wide_v, scale=call.scale, key_mask=call.key_mask)
-            landmarks = None if call.key_mask is None else have_k
-            out: Tensor = self.exact_attention(wide_q, mean_k, inverse @ seen, scale=call.scale, key_mask=landmarks)
-            return out.to(v.dtype)
+        wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
+        mean_q, have_q = segment_means(wide_q, self.landmarks, call.query_mask)
+        mean_k, have_k = segment_means(wide_k, self.landmarks, call.key_mask)
+        mean_k = mean_k.repeat_interleave(groups, 1)
+        inverse = self._inverse(mean_q, mean_k, have_q, have_k, call.scale)
+        if call.backend == "reference":
+            left = _softmax(wide_q, mean_k, have_k, call.scale)
+            right = _softmax(mean_q, wide_k.repeat_interleave(groups, 1), call.key_mask, call.scale)
+            if call.key_mask is not None:
+                wide_v = wide_v.masked_fill(~call.key_mask[:, None, :, None], 0.0)
+            return ((left @ inverse @ right) @ wide_v.repeat_interleave(groups, 1)).to(v.dtype)
+        # A mask only where there can be something to hide: without one torch's fastest kernel applies.
+        seen: Tensor = self.exact_attention(mean_q, wide_k, wide_v, scale=call.scale, key_mask=call.key_mask)
+        landmarks = None if call.key_mask is None else have_k
+        out: Tensor = self.exact_attention(wide_q, mean_k, inverse @ seen, scale=call.scale, key_mask=landmarks)
+        return out.to(v.dtype)
 
     def _inverse(self, mean_q: Tensor, mean_k: Tensor, have_q: Tensor, have_k: Tensor, scale: float) -> Tensor:
         """Z (B, Hq, landmarks of k, landmarks of q); rows and columns of landmarks that do not exist are 0."""

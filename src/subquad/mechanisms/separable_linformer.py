@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .. import checks
 from ..features.base import scaled
-from ..features.precision import compute_dtype, full_precision
+from ..features.precision import compute_dtype
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
 from .base import Mechanism, check_call
@@ -103,16 +103,15 @@ class SeparableLinformer(Mechanism):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         check_call(call)
         dtype = compute_dtype(v)
-        with full_precision(q):
-            wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
-            if call.backend == "reference":
-                return self._dense(wide_q, wide_k, wide_v, call.scale, call.key_mask).to(v.dtype)
-            key_mask = call.key_mask
-            if self.projection is not None:
-                wide_k, wide_v = self.projection(wide_k, wide_v, key_mask)
-                key_mask = None
-            made = call._replace(key_mask=key_mask, query_mask=None)
-            return self.efficient._attend(wide_q, wide_k, wide_v, made, is_causal=False).to(v.dtype)
+        wide_q, wide_k, wide_v = (x.to(dtype) for x in (q, k, v))
+        if call.backend == "reference":
+            return self._dense(wide_q, wide_k, wide_v, call.scale, call.key_mask).to(v.dtype)
+        key_mask = call.key_mask
+        if self.projection is not None:
+            wide_k, wide_v = self.projection(wide_k, wide_v, key_mask)
+            key_mask = None
+        made = call._replace(key_mask=key_mask, query_mask=None)
+        return self.efficient._attend(wide_q, wide_k, wide_v, made, is_causal=False).to(v.dtype)
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float, key_mask: Tensor | None) -> Tensor:
         """The definition, as an L x S matrix of weights on tokens."""

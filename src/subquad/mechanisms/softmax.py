@@ -14,6 +14,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from ..features.precision import full_precision
 from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
@@ -39,12 +40,13 @@ class KVState(Movable):
         """This context followed by `later`'s."""
         check_same(self, later)
         check_tokens_join(self, later)
-        return KVState(
-            torch.cat([self.k, later.k], -2),
-            torch.cat([self.v, later.v], -2),
-            torch.cat([self.mask, later.mask], -1),
-            self.origin,
-        )
+        with full_precision(self.k):  # autocast to one half precision refuses to join tensors of the other
+            return KVState(
+                torch.cat([self.k, later.k], -2),
+                torch.cat([self.v, later.v], -2),
+                torch.cat([self.mask, later.mask], -1),
+                self.origin,
+            )
 
     def crop(self, length: int) -> KVState:
         """The state after its first `length` tokens, padding included.
@@ -102,6 +104,7 @@ class Softmax(Mechanism):
     exact = True
     each_query_alone = True
     quadratic = True
+    follows_autocast = True  # as torch's own attention does
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         check_call(call)

@@ -22,7 +22,6 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import full_precision
 from ..kernels.operator import Call
 from ..kernels.sparse import BACKENDS, Spec, choose
 from .base import Mechanism
@@ -91,5 +90,4 @@ class Sparse(Mechanism):
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         spec = Spec(self.stride, self.summary if self.pattern == "fixed" else 0, is_causal)
-        with full_precision(q):
-            return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)

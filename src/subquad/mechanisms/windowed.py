@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import compute_dtype, full_precision
+from ..features.precision import compute_dtype
 from ..kernels import dispatch
 from ..kernels.chunked.windows import all_finite
 from ..kernels.operator import Call
@@ -88,13 +88,12 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, is_causal: bool
         visible = visible if mask is None else visible & mask[:, None, None, :]
         if mask is not None and q.shape[2] == k.shape[2]:
             visible = visible & mask[:, None, :, None]
-    with full_precision(q):
-        dtype, kind = v.dtype, compute_dtype(v)
-        q, k, v = q.to(kind), k.to(kind), v.to(kind)
-        if call.backend == "reference":
-            assert visible is not None
-            return dense_softmax(q, k, v, visible, call.scale).to(dtype)
-        return fused_softmax(q, k, v, visible, is_causal and visible is None, call.scale).to(dtype)
+    dtype, kind = v.dtype, compute_dtype(v)
+    q, k, v = q.to(kind), k.to(kind), v.to(kind)
+    if call.backend == "reference":
+        assert visible is not None
+        return dense_softmax(q, k, v, visible, call.scale).to(dtype)
+    return fused_softmax(q, k, v, visible, is_causal and visible is None, call.scale).to(dtype)
 
 
 def first_rows_everywhere(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

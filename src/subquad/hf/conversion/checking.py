@@ -187,6 +187,7 @@ class StandIn(Mechanism):
     equation = "softmax(q k^T / sqrt(D)) v"
     paper = "exact attention in the converted path"
     complexity = "O(L^2)"
+    follows_autocast = True
 
     def __init__(self, head_dim: int, recurrent: bool = True, cross: bool = True, alone: bool = True) -> None:
         super().__init__(head_dim)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from ...features.precision import full_precision
 from ...state import Movable, check_crop, check_same, check_tokens_join, register_state
 from .constant import Far, Memory
 from .pages import Pages
@@ -103,14 +104,10 @@ class MultipoleState(_Paged):
         check_same(self, later)
         check_tokens_join(self, later)
         done = self.complete()
-        return replace(
-            self,
-            order=self.order[:, :, :done],
-            sizes=self.sizes[:, :, :done],
-            k=torch.cat([self.k, later.k], -2),
-            v=torch.cat([self.v, later.v], -2),
-            mask=torch.cat([self.mask, later.mask], -1),
-        )
+        with full_precision(self.k):  # autocast to one half precision refuses to join tensors of the other
+            k, v = torch.cat([self.k, later.k], -2), torch.cat([self.v, later.v], -2)
+        mask = torch.cat([self.mask, later.mask], -1)
+        return replace(self, order=self.order[:, :, :done], sizes=self.sizes[:, :, :done], k=k, v=v, mask=mask)
 
     def crop(self, length: int) -> MultipoleState:
         """The state after its first `length` tokens, padding included; pages that stay complete are shared.
