@@ -255,7 +255,8 @@ def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
         ((model, "--mechanism", "linear", "--calibrate", broken, *out), "broken.json: expected a JSON list of lists"),
         ((model, "--mechanism", "linear", "--distill", unknown, *out), "holds the token id 1000000; the model knows"),
         ((model, "--mechanism", "linear", "--out", tmp_path / "file" / "below"), "nothing can be written there"),
-        ((model, "--mechanism", "performer", "--option", "features=sderf", *out), "pass calibration="),
+        ((model, "--mechanism", "performer", "--option", "features=sderf", *out), "or --calibrate"),
+        ((model, "--error", "2", *out), "--error 2 must be between 0 and 1"),
     ]
     for arguments, message in cases:
         ran = invoke(*arguments)

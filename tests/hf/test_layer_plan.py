@@ -85,6 +85,16 @@ def test_layers_that_miss_the_target_stay_exact_and_say_what_that_costs(bert):
     assert not insisting.left_exact
 
 
+def test_short_inputs_do_not_judge_what_is_exact_on_them(bert):
+    window = {"mechanism": "local", "window": 64}
+    call = {"target_error": 0.9, "lengths": (256,)}
+    alone = plan_layers(bert, padded_batches(), length=256, candidates=[window], **call)
+    assert alone.left_exact == [0, 1] and alone.mechanisms() == {0: None, 1: None}
+    assert all("says nothing about 256" in choice.reason for choice in alone.choices)
+    beside = plan_layers(bert, padded_batches(), length=256, candidates=[window, DEGREE1], keep_exact=False, **call)
+    assert {group["mechanism"] for choice in beside.choices for group in choice.groups} == {"taylor"}
+
+
 def test_a_budget_buys_accuracy(bert, monkeypatch):
     candidates = [DEGREE1, {"mechanism": "local", "window": 40}]
     # Made-up times: real ones of such small inputs depend on what else the machine does.
@@ -102,7 +112,7 @@ def test_clusters_serve_sharp_and_far_attention_and_come_back_after_saving(bert,
     given = padded_batches()
     # As many clusters as tokens: exact, so the plan must find nothing better, and the model must not change.
     candidates = default_candidates(windows=(2,), features=(16,), clusters=64, topk=48)
-    plan = plan_layers(bert, given, target_error=1e-8, length=64, lengths=(64,), candidates=candidates)
+    plan = plan_layers(bert, given, target_error=1e-8, length=48, lengths=(48,), candidates=candidates)
     assert [g["mechanism"] for choice in plan.choices for g in choice.groups] == ["improved-clustered"] * 2
     with torch.no_grad():
         wanted = bert(**given[0]).last_hidden_state

@@ -132,7 +132,9 @@ def convert(
             help="With --text: largest error of the model's output (0.01); without: multipole's error= of each layer."
         ),
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens to choose for, with --text; those of the texts.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to choose for, with --text; those of the texts.")
+    ] = None,
     mechanism: Annotated[
         str | None, typer.Option(help="A name, name:option=value:..., or JSON; multipole if there is no --text.")
     ] = None,
@@ -174,6 +176,8 @@ def convert(
                 "--text chooses the mechanisms, and --mechanism or --option names one: to measure one on texts, give "
                 "these as --calibrate"
             )
+        if error is not None and not 0 < error < 1:
+            raise ValueError(f"--error {error:g} must be between 0 and 1: it is relative to the exact output")
         if text is None and length is not None:
             raise ValueError(
                 f"--length {length} is what mechanisms are chosen for, with --text; give that, or leave it out"

@@ -106,7 +106,7 @@ def _gather(model: nn.Module, assignments: Sequence[Assignment], batches: Sequen
         name = next(a.mechanism.name for a in needy.values() if a.mechanism is not None)
         raise ValueError(
             f"{name!r} as configured learns means or scales from sample data: pass calibration=, an iterable of "
-            "batches as the model takes them (a few hundred tokens are enough)"
+            "batches as the model takes them (a few hundred tokens are enough), or --calibrate on the command line"
         )
     for batch in batches:
         for sample in capture(model, [batch], layers=list(needy)):

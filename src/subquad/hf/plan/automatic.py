@@ -302,7 +302,7 @@ def choose(
     tell = progress if progress is not None else _silent
     survey = survey_layers(
         model, survey_batches, found=found, layers=open_layers, candidates=options, length=longest, lengths=LENGTHS,
-        draws=draws, seed=seed, beyond_reach=judged if longest > judged else 0, kept=kept, progress=tell,
+        draws=draws, seed=seed, judged=judged, kept=kept, progress=tell,
     )  # fmt: skip
     layers = {layer.index: layer for layer in found}
     exact = outputs(model, held)

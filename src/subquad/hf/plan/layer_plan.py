@@ -26,7 +26,7 @@ from ... import checks
 from ...mechanisms import Mechanism
 from ...mechanisms.head_groups import HeadGroups
 from ..conversion.report import in_brief
-from .candidates import checked_candidates, seeded
+from .candidates import EXACT, checked_candidates, seeded
 from .search import search
 from .statistics import LayerStatistics
 from .survey import Survey, drawn_matrix, survey_layers
@@ -155,6 +155,8 @@ def plan_layers(
     batches:      as the model takes them; the first half gives the statistics, the rest the errors
     target_error: largest |W (out - exact)|^2 / |W exact|^2 of a layer; the cheapest mix that meets it is taken
     budget:       seconds of all attention layers for one sequence of `length` tokens; the best mix within it is taken
+    length:       tokens to plan for. If the batches are shorter, candidates that are exact on them by construction
+                  (windows, say) are left out: their error there says nothing about longer inputs
     candidates:   options to choose from (`default_candidates()` unless given); causal layers choose among those that
                   have a causal form
     lengths:      where the report says what it costs
@@ -188,6 +190,11 @@ def plan_layers(
         error, best = row.error(picked[index]), float(row.errors.amin(0).sum())
         if target_error is not None and error > target_error and keep_exact:
             reasons[index] = f"the best mix has an error of {best:.3f}, above the target {target_error:g}"
+        if index in found.left_out and row.choices == [EXACT]:
+            why = (
+                f"every candidate is exact on inputs of {found.beyond_reach} tokens, which says nothing about {length}"
+            )
+            reasons[index] = f"{why}; give batches of more than {found.left_out[index]} tokens"
     criterion = f"an error of at most {target_error:g}" if budget is None else f"{1e3 * budget:.1f} ms at {length}"
     return planned(found, picked, reasons, criterion)
 

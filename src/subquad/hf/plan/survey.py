@@ -19,7 +19,7 @@ from ...planning.cost import attention_costs
 from ..conversion.capturing import LayerSample, capture
 from ..conversion.layers import AttentionLayer, known_layers
 from ..conversion.output_projections import output_weight
-from .candidates import default_candidates, exact_reach, seeded, with_causal_form
+from .candidates import EXACT, default_candidates, exact_reach, seeded, with_causal_form
 from .kept import Kept
 from .statistics import LayerStatistics, gather
 
@@ -122,14 +122,15 @@ def survey_layers(
     balance: bool = True,
     draws: int = 1,
     seed: int = 0,
-    beyond_reach: int = 0,
+    judged: int | None = None,
     kept: Kept | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Survey:
     """Run every candidate on what the layers of `model` see; see `plan_layers` for the arguments.
 
     found: the layers as they are known, `known_layers(model)` unless given
-    beyond_reach: the longest input that decides, if what is exact by construction on it is to be left out; not softmax
+    judged: tokens of the longest input that errors are measured on, unless it is one of these batches. Where `length`
+        is more, candidates that are exact by construction on so many tokens are left out; not softmax
     kept:  where the errors of each layer are kept
     """
     lengths = sorted({length, *lengths})
@@ -154,6 +155,8 @@ def survey_layers(
     left_out: dict[int, int] = {}
     widths = {index: max(k.shape[2] for sample in samples for k in sample.k) for index, samples in seen.items()}
     matrices: dict[tuple[int, int], Tensor] = {}
+    judged = max(widths.values(), default=0) if judged is None else judged
+    beyond_reach = judged if length > judged else 0
     for layer in known_layers(model) if found is None else found:
         if layer.index not in seen or layer.obstacle:
             continue
@@ -169,7 +172,7 @@ def survey_layers(
             # Some layers see less than the input: a decoder beside an encoder.
             tokens = beyond_reach if widths[layer.index] == max(widths.values()) else widths[layer.index]
             reaches = [0 if c["mechanism"] == "softmax" else exact_reach(c, causal) for c in choices]
-            choices = [c for c, reach in zip(choices, reaches, strict=True) if reach < tokens]
+            choices = [c for c, reach in zip(choices, reaches, strict=True) if reach < tokens] or [EXACT]
             if max(reaches) >= tokens:
                 left_out[layer.index] = min(reach for reach in reaches if reach >= tokens)
         shapes[layer.index] = shape
