@@ -68,9 +68,9 @@ def test_text_alone_chooses_or_says_that_nothing_pays(
         return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
 
     monkeypatch.setattr("subquad.hf.plan.survey._layer_times", times)
-    # Longer than the window of 32, 4 sinks and the token itself, within which it would be exact.
+    # Eight windows of 32: fewer tokens could not judge it for more.
     rows = json.loads(ids.read_text())
-    ids.write_text(json.dumps([row + other for row, other in zip(rows, reversed(rows), strict=True)]))
+    ids.write_text(json.dumps([(50 * row)[:256] for row in rows]))
     out = tmp_path / "out"
     ran = invoke(
         saved(tmp_path, "llama"), "--text", ids, "--error", 0.5, "--length", length, "--no-speed", "--out", out
@@ -101,10 +101,10 @@ def test_an_interrupted_choice_goes_on_where_it_was(tmp_path: Path, ids: Path, m
     monkeypatch.setattr(survey, "_layer_times", known)
     few = [
         {"mechanism": "softmax"},
-        {"mechanism": "local", "window": 24},
+        {"mechanism": "local", "window": 2},
         {"mechanism": "performer", "num_features": 8},
     ]
-    monkeypatch.setattr(automatic, "automatic_candidates", lambda: few)
+    monkeypatch.setattr(automatic, "AUTOMATIC", few)
     folder, reports = saved(tmp_path, "llama"), []
     for out in ("out", "out", "other"):
         ran = invoke(folder, "--text", ids, "--error", 0.9, "--length", 8192, "--no-speed", "--out", tmp_path / out)
@@ -247,15 +247,16 @@ def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
         ((model, "--mechanism", "performr", *out), "did you mean 'performer'"),
         ((model, "--mechanism", "linear", "--option", "x", *out), "expected name=value"),
         ((model, "--mechanism", "linear", "--layers", "9", *out), "index 9 is out of range"),
-        ((model, "--mechanism", "linear", "--calibrate", few, *out), "fewer than one batch"),
+        ((model, "--mechanism", "linear", "--calibrate", few, *out), "at least 16 of two or more tokens"),
         ((model, "--mechanism", "linear", "--calibrate", text, *out), "has no tokenizer"),
-        ((model, "--mechanism", "linear", "--calibrate", tmp_path / "no.txt", *out), "No such file"),
+        ((model, "--mechanism", "linear", "--calibrate", tmp_path / "no.txt", *out), "there is no such file"),
         ((model, "--mechanism", "linear", "--calibrate", binary, *out), "binary.txt: it cannot be read as UTF-8 text"),
         ((model, "--mechanism", "linear", "--calibrate", words, *out), "words.json: expected a JSON list of lists"),
         ((model, "--mechanism", "linear", "--calibrate", broken, *out), "broken.json: expected a JSON list of lists"),
         ((model, "--mechanism", "linear", "--distill", unknown, *out), "holds the token id 1000000; the model knows"),
         ((model, "--mechanism", "linear", "--out", tmp_path / "file" / "below"), "nothing can be written there"),
         ((model, "--mechanism", "performer", "--option", "features=sderf", *out), "or --calibrate"),
+        ((model, "--distill", tmp_path / "none.txt", *out), "there is no such file"),
         ((model, "--error", "2", *out), "--error 2 must be between 0 and 1"),
     ]
     for arguments, message in cases:

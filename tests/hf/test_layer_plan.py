@@ -90,7 +90,7 @@ def test_short_inputs_do_not_judge_what_is_exact_on_them(bert):
     call = {"target_error": 0.9, "lengths": (256,)}
     alone = plan_layers(bert, padded_batches(), length=256, candidates=[window], **call)
     assert alone.left_exact == [0, 1] and alone.mechanisms() == {0: None, 1: None}
-    assert all("says nothing about 256" in choice.reason for choice in alone.choices)
+    assert all("too short to judge any candidate for 256" in choice.reason for choice in alone.choices)
     beside = plan_layers(bert, padded_batches(), length=256, candidates=[window, DEGREE1], keep_exact=False, **call)
     assert {group["mechanism"] for choice in beside.choices for group in choice.groups} == {"taylor"}
 

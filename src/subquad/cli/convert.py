@@ -54,8 +54,8 @@ def _documents(file: Path, tokenizer: Any, config: Any, longest: int, least: int
         raise ValueError(f"{file} holds the token id {largest}; the model knows 0 to {vocabulary - 1}")
     if len(documents) < least:
         raise ValueError(
-            f"{file} holds {len(documents)} documents, fewer than one batch: at least {least} of two or more tokens "
-            "are needed, separated by empty lines or line ends"
+            f"{file} holds {len(documents)} documents; at least {least} of two or more tokens are needed: lists of "
+            "token ids, or texts separated by empty lines (by line ends where there are none)"
         )
     return documents
 
@@ -107,12 +107,12 @@ def _judge(exact: Any, inner: Any, tokenizer: Any, held: list[Any]) -> tuple[str
     return kind, lambda one: sentence_cosine(one, exact, held)
 
 
-def _longest(model: Any, config: Any, tokenizer: Any) -> int:
-    """Tokens that the model takes."""
+def _longest(model: Any, config: Any, tokenizer: Any, length: int | None) -> int:
+    """Tokens of a document at the most: as many as the model takes, up to 2048 or the length to choose for."""
     text = config.get_text_config()
     known = [
         *(getattr(text, "max_position_embeddings", None), getattr(tokenizer, "model_max_length", None)),
-        *(getattr(model, "max_seq_length", None), 2048),  # of a sentence encoder
+        *(getattr(model, "max_seq_length", None), max(2048, length or 0)),  # the first: of a sentence encoder
     ]
     # RoBERTa counts its positions from the padding token's number on.
     room = min(x for x in known if isinstance(x, int) and x > 0)
@@ -188,12 +188,15 @@ def convert(
         chosen = None if text is not None else parse_mechanism(mechanism or "multipole", pairs)
         calibrate = text if text is not None else calibrate
         at = numbers(lengths)
+        for file in (calibrate, distill):
+            if file is not None and not file.is_file():
+                raise ValueError(f"{file}: there is no such file")
         _check_target(model, out)
         step("loading the model", 0, 5)
         # Draws without a seed are the same in every run, so that an interrupted one can go on.
         torch.manual_seed(0)
         exact, inner, tokenizer = _read(model)
-        longest = _longest(exact, inner.config, tokenizer)
+        longest = _longest(exact, inner.config, tokenizer, length)
         padding = inner.config.get_text_config().pad_token_id or 0
         held: list[dict[str, torch.Tensor]] = []
         aside: list[list[int]] = []

@@ -56,6 +56,8 @@ def read_documents(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
     """
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: it cannot be read as UTF-8 text: {error}") from error
     if path.suffix == ".json":

@@ -73,6 +73,12 @@ class ConversionReport:
         """Numbers of the layers that are as they were."""
         return [layer.layer for layer in self.layers if layer.mechanism is None]
 
+    @property
+    def no_better_than_uniform(self) -> list[int]:
+        """Numbers of the converted layers whose error is not below that of the mean of the values."""
+        rows = ((layer.layer, layer.error, layer.uniform) for layer in self.layers if layer.mechanism is not None)
+        return [number for number, error, uniform in rows if error and uniform is not None and error >= uniform]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         rows = [asdict(layer) for layer in self.layers]
@@ -97,11 +103,22 @@ class ConversionReport:
             f"{len(self.converted)} of {len(self.layers)} attention layers converted"
             + (f"; errors on {self.calibration_tokens} tokens" if self.calibration_batches else "; errors not measured")
         )
+        if self.no_better_than_uniform:
+            numbers = ", ".join(map(str, self.no_better_than_uniform))
+            lines.append(f"layers {numbers}: the error is not below that of uniform attention, the mean of the values")
         return "\n".join([*lines, *self.notes, *([] if self.choice is None else [str(self.choice)])])
 
 
 def in_brief(config: dict[str, Any]) -> str:
-    """A mechanism's config in a few words: its name and the options that say what it costs."""
+    """A mechanism's config in a few words: its name and the options that say what it costs.
+
+    >>> groups = [{"heads": [0, 2], "mechanism": "local", "window": 32}, {"heads": [1], "mechanism": "multipole"}]
+    >>> in_brief({"mechanism": "head-groups", "groups": groups})
+    'heads 0, 2: local window=32; 1: multipole'
+    """
+    if "groups" in config:
+        named = (f"{', '.join(map(str, group['heads']))}: {in_brief(group)}" for group in config["groups"])
+        return f"heads {'; '.join(named)}"
     options = ("features", "num_features", "window", "sinks", "clusters")
     shown = [str(config["mechanism"]), *(f"{name}={config[name]}" for name in options if config.get(name) is not None)]
     far = config.get("far")

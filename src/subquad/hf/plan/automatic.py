@@ -36,7 +36,7 @@ from ..conversion.attachment import attach, detach
 from ..conversion.capturing import capture, evaluating, run
 from ..conversion.layers import AttentionLayer
 from ..conversion.placement import device_of
-from .candidates import EXACT, automatic_candidates, checked_candidates
+from .candidates import AUTOMATIC, EXACT, checked_candidates
 from .kept import Kept
 from .layer_plan import LayerPlan, planned
 from .search import picks_by_price
@@ -244,11 +244,11 @@ def _verdict(
     budget: float,
     survey: Survey,
 ) -> str:
-    left_out, tokens = survey.left_out.values(), survey.beyond_reach
+    left_out, tokens = survey.left_out.values(), survey.too_short
     if left_out and all(len(table.choices) == 1 for table in survey.layers.values()):
-        why = f"every candidate is exact on inputs of {tokens} tokens, which says nothing about {length}"
-        return f"nothing was converted: {why}; calibrate with inputs of more than {min(left_out)} tokens"
-    rest = f"; candidates that are exact on {tokens} tokens were left out" if left_out else ""
+        why = f"inputs of {tokens} tokens are too short to judge any candidate for {length}"
+        return f"nothing was converted: {why}; calibrate with inputs of at least {min(left_out)} tokens"
+    rest = f"; candidates that {tokens} tokens are too few to judge were left out" if left_out else ""
     here = next(row for row in times if row["length"] == length)
     gain = here["exact_seconds"] / max(here["seconds"], 1e-12)
     if not converted:
@@ -296,7 +296,7 @@ def choose(
         raise ValueError(f"no layer of {type(model).__name__} can be converted: {reasons}")
     longest = _longest(model, batches, open_layers[0]) if length is None else length
     judged = _longest(model, held, open_layers[0])
-    options = automatic_candidates() if candidates is None else [EXACT, *checked_candidates(candidates)]
+    options = [dict(one) for one in AUTOMATIC] if candidates is None else [EXACT, *checked_candidates(candidates)]
     asked = (options, longest, max_groups, draws, seed)
     kept = Kept(resume, model, batches, asked)
     tell = progress if progress is not None else _silent
@@ -330,7 +330,7 @@ def choose(
         if low >= high:
             break
         middle = (low + high) // 2
-        tell(f"the model with choice {middle + 1} of {len(picks)}", turn, rounds)
+        tell(f"the model with plan {middle + 1} of {len(picks)} on held-out batches", turn, rounds)
         pick = picks[middle]
         name = f"error of {[pick[index].tolist() for index in sorted(pick)]}"
         wrong, most = kept.get(name, lambda pick=pick: measured(plan_of(pick)))  # type: ignore[misc]

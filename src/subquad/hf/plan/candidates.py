@@ -8,10 +8,11 @@ from typing import Any
 from ... import checks
 from ...mechanisms import MECHANISMS, create
 from ...planning.candidates import SDERF as SDERF_OPTIONS
+from ...planning.candidates import least_tokens
 
 __all__ = [
-    "EXACT", "SDERF", "automatic_candidates", "checked_candidates", "default_candidates", "exact_reach", "seeded",
-    "with_causal_form",
+    "AUTOMATIC", "EXACT", "SDERF", "checked_candidates", "default_candidates", "exact_reach", "seeded",
+    "tokens_to_judge", "with_causal_form",
 ]  # fmt: skip
 
 EXACT: dict[str, Any] = {"mechanism": "softmax"}
@@ -33,15 +34,6 @@ AUTOMATIC: tuple[dict[str, Any], ...] = (
     {"mechanism": "hybrid", "window": 32, "sinks": 4, "far": {**SDERF, "num_features": 64}},
     {"mechanism": "hybrid", "window": 64, "sinks": 4, "far": {**SDERF, "num_features": 256}},
 )
-
-
-def automatic_candidates() -> list[dict[str, Any]]:
-    """A copy of `AUTOMATIC`.
-
-    >>> automatic_candidates()[0]
-    {'mechanism': 'softmax'}
-    """
-    return [dict(one) for one in AUTOMATIC]
 
 
 def checked_candidates(given: Sequence[Any]) -> list[dict[str, Any]]:
@@ -91,19 +83,16 @@ def default_candidates(
 
 
 def exact_reach(options: Mapping[str, Any], is_causal: bool) -> int:
-    """Up to so many tokens a candidate is exact attention by construction: its error there says nothing about more.
+    """Up to so many tokens a candidate is exact attention by construction.
 
-    `planning.candidates.least_tokens` asks for inputs that are several times as long. The sinks of a `hybrid` that is
-    not causal use its far field themselves; they are too few to judge it by.
+    The sinks of a `hybrid` that is not causal use its far field themselves; they are too few to judge it by.
 
     >>> exact_reach({"mechanism": "local", "window": 32, "global_tokens": 4}, True)
     37
     >>> exact_reach({"mechanism": "multipole"}, True), exact_reach({"mechanism": "multipole"}, False)
     (512, 511)
     """
-    kind = MECHANISMS[options["mechanism"]]
-    named = kind.without_aliases({name: x for name, x in options.items() if name != "mechanism"})
-    known = {name: x for name, x in {**kind.options(), **named}.items() if isinstance(x, int)}
+    known = {name: x for name, x in _with_defaults(options).items() if isinstance(x, int)}
     if "chunk" in known:
         # Complete chunks have clusters, as many of them as are beyond the exact keys; not so a causal query's own one.
         chunks = known.get("exact_keys", 0) // known["chunk"] + 1
@@ -111,6 +100,26 @@ def exact_reach(options: Mapping[str, Any], is_causal: bool) -> int:
     if "window" in known:
         return known["window"] + known.get("sinks", 0) + 1
     return max((known.get(name, 0) for name in ("clusters", "topk", "landmarks", "bucket_size", "stride")), default=0)
+
+
+def tokens_to_judge(options: Mapping[str, Any], is_causal: bool, length: int) -> int:
+    """So many tokens an input needs before the error on it says something about `length`, which is more: twice what is
+    exact by construction, and several windows or clusters, as in `sq.plan`. Half of the length is enough if not all of
+    it is exact.
+
+    >>> [tokens_to_judge({"mechanism": "local", "window": 32}, True, length) for length in (100, 4096)]
+    [50, 256]
+    """
+    if options["mechanism"] == "softmax":
+        return 0
+    given = {name: x for name, x in _with_defaults(options).items() if x is not None}
+    reach = exact_reach(options, is_causal)
+    return max(reach + 1, min((length + 1) // 2, max(2 * reach, least_tokens(options["mechanism"], given))))
+
+
+def _with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    kind = MECHANISMS[options["mechanism"]]
+    return {**kind.options(), **kind.without_aliases({name: x for name, x in options.items() if name != "mechanism"})}
 
 
 def seeded(options: Mapping[str, Any], seed: int, layer: int, number: int) -> dict[str, Any]:

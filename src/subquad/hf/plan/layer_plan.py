@@ -155,8 +155,8 @@ def plan_layers(
     batches:      as the model takes them; the first half gives the statistics, the rest the errors
     target_error: largest |W (out - exact)|^2 / |W exact|^2 of a layer; the cheapest mix that meets it is taken
     budget:       seconds of all attention layers for one sequence of `length` tokens; the best mix within it is taken
-    length:       tokens to plan for. If the batches are shorter, candidates that are exact on them by construction
-                  (windows, say) are left out: their error there says nothing about longer inputs
+    length:       tokens to plan for. If the batches are shorter, candidates that see most of them exactly (windows,
+                  say) are left out: their error there says nothing about longer inputs
     candidates:   options to choose from (`default_candidates()` unless given); causal layers choose among those that
                   have a causal form
     lengths:      where the report says what it costs
@@ -191,10 +191,8 @@ def plan_layers(
         if target_error is not None and error > target_error and keep_exact:
             reasons[index] = f"the best mix has an error of {best:.3f}, above the target {target_error:g}"
         if index in found.left_out and row.choices == [EXACT]:
-            why = (
-                f"every candidate is exact on inputs of {found.beyond_reach} tokens, which says nothing about {length}"
-            )
-            reasons[index] = f"{why}; give batches of more than {found.left_out[index]} tokens"
+            why = f"inputs of {found.too_short} tokens are too short to judge any candidate for {length}"
+            reasons[index] = f"{why}; give batches of at least {found.left_out[index]} tokens"
     criterion = f"an error of at most {target_error:g}" if budget is None else f"{1e3 * budget:.1f} ms at {length}"
     return planned(found, picked, reasons, criterion)
 

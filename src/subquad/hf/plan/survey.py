@@ -19,7 +19,7 @@ from ...planning.cost import attention_costs
 from ..conversion.capturing import LayerSample, capture
 from ..conversion.layers import AttentionLayer, known_layers
 from ..conversion.output_projections import output_weight
-from .candidates import EXACT, default_candidates, exact_reach, seeded, with_causal_form
+from .candidates import EXACT, default_candidates, seeded, tokens_to_judge, with_causal_form
 from .kept import Kept
 from .statistics import LayerStatistics, gather
 
@@ -55,8 +55,9 @@ class Survey:
     matrices: dict[tuple[int, int], Tensor] = field(repr=False)
     balance: bool
     seed: int
-    # The longest input that decides; of layers where candidates were left out for it, the least `exact_reach` of these.
-    beyond_reach: int = 0
+    # The longest input that errors are measured on, where it is shorter than `length` (else 0); of layers where
+    # candidates were left out for it, the fewest tokens that would judge one of them.
+    too_short: int = 0
     left_out: dict[int, int] = field(default_factory=dict)
 
     def tables(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -130,7 +131,7 @@ def survey_layers(
 
     found: the layers as they are known, `known_layers(model)` unless given
     judged: tokens of the longest input that errors are measured on, unless it is one of these batches. Where `length`
-        is more, candidates that are exact by construction on so many tokens are left out; not softmax
+        is more, candidates that need more than that to be judged are left out
     kept:  where the errors of each layer are kept
     """
     lengths = sorted({length, *lengths})
@@ -156,7 +157,7 @@ def survey_layers(
     widths = {index: max(k.shape[2] for sample in samples for k in sample.k) for index, samples in seen.items()}
     matrices: dict[tuple[int, int], Tensor] = {}
     judged = max(widths.values(), default=0) if judged is None else judged
-    beyond_reach = judged if length > judged else 0
+    too_short = judged if length > judged else 0
     for layer in known_layers(model) if found is None else found:
         if layer.index not in seen or layer.obstacle:
             continue
@@ -168,13 +169,13 @@ def survey_layers(
             choices = with_causal_form(choices, shape, layer.name)
         if cross:
             choices = [c for c in choices if MECHANISMS[c["mechanism"]].cross]
-        if beyond_reach:
+        if too_short:
             # Some layers see less than the input: a decoder beside an encoder.
-            tokens = beyond_reach if widths[layer.index] == max(widths.values()) else widths[layer.index]
-            reaches = [0 if c["mechanism"] == "softmax" else exact_reach(c, causal) for c in choices]
-            choices = [c for c, reach in zip(choices, reaches, strict=True) if reach < tokens] or [EXACT]
-            if max(reaches) >= tokens:
-                left_out[layer.index] = min(reach for reach in reaches if reach >= tokens)
+            tokens = too_short if widths[layer.index] == max(widths.values()) else widths[layer.index]
+            needed = [tokens_to_judge(c, causal, length) for c in choices]
+            choices = [c for c, least in zip(choices, needed, strict=True) if least <= tokens] or [EXACT]
+            if max(needed) > tokens:
+                left_out[layer.index] = min(least for least in needed if least > tokens)
         shapes[layer.index] = shape
         if progress is not None:
             progress(f"layer {layer.index}: {len(choices)} candidates", len(tables), len(seen))
@@ -194,7 +195,7 @@ def survey_layers(
         tables[layer.index] = LayerTable(layer, choices, result["errors"], *costs[asked], result["uniform"])
     if not tables:
         raise ValueError("no attention layer of the model was reached by the batches; nothing can be planned")
-    return Survey(tables, lengths, length, statistics, shapes, matrices, balance, seed, beyond_reach, left_out)
+    return Survey(tables, lengths, length, statistics, shapes, matrices, balance, seed, too_short, left_out)
 
 
 def drawn_matrix(part: nn.Module) -> Tensor | None:
