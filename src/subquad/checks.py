@@ -199,6 +199,36 @@ def refuse_dropout(dropout_p: object) -> None:
         )
 
 
+def check_causal_lengths(q: Tensor, k: Tensor) -> None:
+    """A causal call has as many queries as keys."""
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: where the queries stand "
+            "is ambiguous. Use scan(q, k, v, state) to continue a sequence"
+        )
+
+
+def check_head_counts(heads: int, kv_heads: int) -> None:
+    """Every KV head serves the same number of query heads."""
+    if heads % kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+
+
+def check_head_dim(dim: int, heads: int, head_dim: int | None) -> None:
+    """The model width splits into heads, unless their width is given."""
+    if head_dim is None and dim % heads:
+        raise ValueError(f"dim={dim} must be a multiple of heads={heads}, or give head_dim=")
+
+
+def check_number(argument: str, value: object, low: float, high: float = math.inf, *, closed: bool = False) -> None:
+    """Refuse anything but a number above `low` (from `low` on, if closed) and below `high`; numpy's have no JSON."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (low < value < high or (closed and value == low)):  # type: ignore[operator]
+        least = f"at least {low:g}" if closed else f"above {low:g}"
+        most = "" if high == math.inf else f" and below {high:g}"
+        raise ValueError(f"{argument} must be a number {least}{most}, got {value!r}")
+
+
 def check_flag(argument: str, value: object) -> None:
     """Refuse anything but True and False: a string or a tensor would count as True."""
     if not isinstance(value, bool):

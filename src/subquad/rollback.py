@@ -69,6 +69,8 @@ class Checkpoints:
         if mechanism.crops:
             out, after = mechanism.scan(q, k, v, self.state, **call)
             return out, after
+        checks.check_attention(q, k, v, head_dim=mechanism.head_dim, heads=mechanism.heads, kv_heads=mechanism.kv_heads)
+        checks.check_mask("key_mask", call.get("key_mask"), k.shape[0], k.shape[2], k.device)
         length, mask = k.shape[2], call.pop("key_mask", None)
         cut = length - self.every
         if cut > 0:  # of a long prompt only the end is kept
@@ -99,9 +101,11 @@ class Checkpoints:
             return self
         oldest = self.marks[0][0] if self.marks else self.length
         if length < oldest:
+            more = self.length - length
+            hint = f"; Checkpoints(every={more}) would keep more" if more > self.every else ""
             raise ValueError(
-                f"crop({length}): the state has {self.length} tokens and can go back to {oldest}; "
-                f"Checkpoints(every={self.length - length}) would keep more"
+                f"crop({length}): the state has {self.length} tokens and can go back to {oldest}: what came before was "
+                f"cropped, merged or is more than every={self.every} tokens ago{hint}"
             )
         marks = tuple(mark for mark in self.marks if mark[0] <= length)
         (at, state), done, kept = marks[-1], oldest, []

@@ -131,6 +131,14 @@ def test_states_of_other_shapes_are_refused(recurrent_case):
         sq.merge(state, narrow)
 
 
+@pytest.mark.parametrize("name", sq.list_mechanisms(recurrent=True))
+def test_states_of_other_precisions_are_refused(name):
+    attn = sq.create(name, 4, 2)
+    mine, theirs = (attn.scan(*torch.randn(3, 1, 2, 6, 4, dtype=kind))[1] for kind in (torch.float32, torch.float64))
+    with pytest.raises(ValueError, match=r"the states are of torch\.float32 and torch\.float64; absorb"):
+        sq.merge(mine, theirs)
+
+
 def test_query_heads_must_fit_the_state(absorbing_case):
     attn, (q, k, v) = absorbing_case.make(), absorbing_case.inputs(heads=3, kv_heads=2, length=6)
     state = attn.absorb(k, v)

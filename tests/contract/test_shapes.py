@@ -41,10 +41,12 @@ def test_an_empty_batch(first_case):
 
 
 def test_scanning_an_empty_batch(recurrent_case):
-    attn, (q, k, v) = recurrent_case.make(), recurrent_case.inputs(batch=0, length=20)
-    out, state = attn.scan(q, k, v)
-    more, _ = attn.scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
-    assert out.shape == (0, 2, 20, 6) and more.shape == (0, 2, 1, 6)
+    attn, inputs = recurrent_case.make(), recurrent_case.inputs(batch=0, length=20)
+    for dtype in {inputs[0].dtype, torch.float32}:  # states of their own, in some mechanisms
+        q, k, v = (x.to(dtype) for x in inputs)
+        out, state = attn.scan(q, k, v)
+        more, _ = attn.scan(q[:, :, :1], k[:, :, :1], v[:, :, :1], state)
+        assert out.shape == (0, 2, 20, 6) and more.shape == (0, 2, 1, 6)
 
 
 def test_scanning_values_of_no_width_is_refused(recurrent_case):

@@ -117,6 +117,24 @@ def test_crop_takes_tokens_back(dtype):
             state.crop(wrong)
 
 
+def test_an_empty_batch_is_scanned_and_inspected():
+    attn, (q, k, v) = sq.create("multipole", 4, 2, seed=0), torch.randn(3, 0, 2, 5, 4)
+    out, state = attn.scan(q, k, v)
+    assert out.shape == (0, 2, 5, 4) and attn.read(q, attn.absorb(k, v, state)).shape == (0, 2, 5, 4)
+    assert attn.inspect(q, k, v).exact_keys.shape == (0, 2, 5)
+
+
+def test_a_compiled_step_goes_on_from_a_state_of_the_native_kernels():
+    attn = sq.create("multipole", 4, 2, chunk=8, clusters=2, seed=0, memory="constant", limit=8, sinks=1)
+    q, k, v = torch.randn(3, 1, 2, 21, 4)
+    step = torch.compile(lambda q, k, v, s: attn.scan(q, k, v, s)[0], backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        before = attn.scan(q[:, :, :20], k[:, :, :20], v[:, :, :20])[1]
+        assert before.pages is not None
+        last = [x[:, :, 20:] for x in (q, k, v)]
+        assert torch.allclose(step(*last, before), attn.scan(*last, before)[0], atol=1e-5)
+
+
 def test_a_step_writes_behind_what_is_there():
     attn, tokens = sq.create("multipole", 8, **OPTIONS, exact_keys=6), draw(60)
     _, state = attn.scan(*(x[:, :, :50] for x in tokens))

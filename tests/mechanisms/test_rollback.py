@@ -93,6 +93,19 @@ def test_of_a_long_prompt_only_the_end_is_kept_alive():
     assert sum(x.untyped_storage().nbytes() for k, v, _ in state.tokens for x in (k, v)) == 2 * 2 * 2 * 4 * 8 * 8
 
 
+def test_wrong_input_is_refused_by_name():
+    attn, (q, k, v) = sq.create("linear", 8, 2), tokens(20)
+    with pytest.raises(TypeError, match="k must be a tensor"):
+        attn.scan(q, None, v, sq.Checkpoints(every=4))
+    with pytest.raises(TypeError, match="key_mask must be a bool tensor"):
+        attn.scan(q, k, v, sq.Checkpoints(every=4), key_mask=[True])
+    state = attn.scan(q, k, v, sq.Checkpoints(every=4))[1]
+    with pytest.raises(ValueError, match=r"more than every=4 tokens ago; Checkpoints\(every=10\) would keep more"):
+        state.crop(10)
+    with pytest.raises(ValueError, match=r"can go back to 16: what came before was cropped.* every=4 tokens ago$"):
+        state.crop(17).crop(14)
+
+
 def test_checkpoints_are_pickled():
     attn, (q, k, v) = sq.create("performer", 8, num_features=16, seed=0), tokens(20)
     _, state = attn.scan(q, k, v, sq.Checkpoints(every=4))

@@ -56,6 +56,19 @@ def test_floats_where_there_is_no_vocabulary():
         model(torch.zeros(1, 3, dtype=torch.int64))
 
 
+def test_options_of_a_layer():
+    for options, message in (
+        ({"context_dim": -1}, "context_dim must be at least 1"),
+        ({"dropout": "x"}, "dropout must be a number at least 0 and below 1, got 'x'"),
+        ({"rotary": True, "rotary_base": "x"}, "rotary_base must be a number above 0, got 'x'"),
+        ({"rotary": "no"}, "rotary must be True or False"),
+        ({"bias": "no"}, "bias must be True or False"),
+        ({"mechanism": "lsh", "shared_qk": True, "kv_heads": 2}, "kv_heads=2: lsh makes its keys from the 4 heads"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            sq.nn.MultiheadAttention(16, 4, **options)
+
+
 def test_more_positions_than_were_learned(decoder, tokens):
     model = decoder("linear", positions="learned", max_length=6)
     message = r"the sequence reaches 7 positions, but only max_length=6 are learned"

@@ -98,11 +98,17 @@ def test_really_measures():
         ({"length": 10, "crossover": 0}, ValueError, "crossover must be at least 1"),
         ({"length": 10, "above": "perfomer"}, ValueError, "did you mean 'performer'"),
         ({"length": 10, "crossover": 5, "num_featurs": 3}, TypeError, "has no option"),
+        ({"length": 10, "crossover": 5, "is_causal": "no"}, TypeError, "is_causal must be True or False"),
+        ({"length": 10, "crossover": 5, "is_causal": True, "above": "clustered"}, ValueError, "clustered"),
     ],
 )
 def test_wrong_input(arguments, kind, message):
     with pytest.raises(kind, match=message):
         sq.create("auto", 16, **arguments)
+
+
+def test_the_length_reaches_a_mechanism_that_is_made_for_one():
+    assert sq.create("auto", 16, 2, length=700, crossover=5, above="linformer").length == 700
 
 
 def test_the_result_runs():

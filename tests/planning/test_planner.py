@@ -345,6 +345,7 @@ def test_it_says_first_how_long_it_will_take():
         ({"length": 0}, ValueError, "length must be at least 1"),
         ({"mechanisms": ["perfomer"]}, ValueError, "did you mean 'performer'"),
         ({"mechanisms": ["linear"]}, ValueError, "without training"),
+        ({"mechanisms": 3}, TypeError, "mechanisms must be names or Mechanism objects, got 3"),
         ({"is_causal": True}, ValueError, "as many queries as keys"),
     ],
 )

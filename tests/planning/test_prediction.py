@@ -174,6 +174,10 @@ def test_wrong_tensors():
             sq.predict_error(q, x, "performer")
     with pytest.raises(ValueError, match="as many queries as keys"):
         sq.predict_error(q, k, "performer", is_causal=True)
+    with pytest.raises(ValueError, match="scale must be a finite number or None"):
+        sq.predict_error(q, k, "performer", scale="x")
+    with pytest.raises(ValueError, match="must name its mechanism"):
+        sq.predict_error(q, k, "hybrid", far={"num_features": 8})
 
 
 def test_unknown_mechanisms_are_refused_by_name():
@@ -188,6 +192,32 @@ def test_what_is_exact_does_not_depend_on_the_mechanism():
     q, k = gaussian(kind="shifted", rows=40, keys=40)
     found = [sq.predict_error(q.float(), k.float(), name).uniform for name in ("linear", "taylor", "efficient")]
     assert found == pytest.approx([found[0]] * 3)
+
+
+def test_padding_has_no_part_in_the_calibration():
+    generator = torch.Generator().manual_seed(0)
+    q, k = 0.4 * torch.randn(2, 1, 2, 80, D, generator=generator)
+    q, mask = q + 1, torch.arange(80)[None] < 20
+    for options in ({"mechanism": "taylor", "degree": 1}, {"mechanism": "performer", "num_features": 32}):
+        call = {**options, "center": True, "seed": 0}
+        want = sq.predict_error(q[:, :, :20], k[:, :, :20], **call).error
+        for garbage in (0.0, 5.0):
+            padded = [x.masked_fill(~mask[:, None, :, None], garbage) for x in (q, k)]
+            assert sq.predict_error(*padded, key_mask=mask, **call).error == pytest.approx(want, rel=0.05)
+            choice = sq.plan(
+                *padded, key_mask=mask, target_error=0.5, mechanisms=[options["mechanism"]], times=False
+            ).choices
+            assert min(one.error for one in choice) < 2 * want
+
+
+def test_short_inputs_are_measured_without_noise():
+    """With the made-up values of another seed the same number comes out, that of the whole matrix."""
+    q, k = torch.randn(2, 1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    weights = torch.softmax(q @ k.mT / 2, -1)
+    off = sq.create("taylor", 4, degree=1)(q, k, torch.eye(8).expand(1, 2, 8, 8)) - weights
+    for seed in range(3):
+        found = sq.predict_error(q, k, "taylor", degree=1, seed=seed)
+        assert found.error == pytest.approx(float(off.square().sum() / weights.square().sum()), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["clustered", "improved-clustered", "nystrom"])

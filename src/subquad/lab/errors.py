@@ -184,7 +184,7 @@ def error_study(
     >>> few.measured > many.measured, sorted(study.baselines)
     (True, ['degree-1', 'hermite-2', 'taylor-2', 'uniform'])
     """
-    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
     for argument, value in (("draws", draws), ("tokens", tokens)):
         checks.check_positive(argument, value)
     sizes = sorted(set(num_features))

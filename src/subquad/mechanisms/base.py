@@ -97,8 +97,8 @@ class Mechanism(nn.Module):
         for argument, count in (("heads", heads), ("kv_heads", kv_heads)):
             if count is not None:
                 checks.check_positive(argument, count)
-        if heads is not None and kv_heads is not None and heads % kv_heads:
-            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+        if heads is not None and kv_heads is not None:
+            checks.check_head_counts(heads, kv_heads)
         self.head_dim = head_dim
         self.heads = heads
         self.kv_heads = heads if kv_heads is None else kv_heads
@@ -225,11 +225,7 @@ class Mechanism(nn.Module):
         if is_causal:
             if not self.causal:
                 checks.refuse_causal(self.name, self.causal_refusal)
-            if q.shape[2] != k.shape[2]:
-                raise ValueError(
-                    f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}: where the "
-                    "queries stand is ambiguous. Use scan(q, k, v, state) to continue a sequence"
-                )
+            checks.check_causal_lengths(q, k)
         if q.shape[0] == 0 or v.shape[-1] == 0:
             # The last, odd-sized batch of a data loader: nothing to compute, but still a part of the graph.
             return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())

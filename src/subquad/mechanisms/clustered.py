@@ -81,8 +81,9 @@ class _ByCluster(Mechanism):
 class Clustered(_ByCluster):
     """Clustered attention: every query gets the attention row of its cluster's centroid.
 
-    clusters:   C; with as many clusters as queries, or more, the result is exact softmax attention, as long as the
-                queries (for hamming their hash codes) differ
+    clusters:   C; with as many clusters as queries, or more, the result is exact softmax attention, as long as no two
+                queries (for hamming their hash codes) are nearly equal: those within 0.4 % of the queries' mean norm
+                share a cluster
     clustering: lloyd (K-means on the queries) | hamming (K-means on sign hashes, the paper's)
     bits:       length of the hash codes; hamming only
     iterations: of K-means; 0 = nearest starting point

@@ -100,8 +100,12 @@ class _Balance(Float32Buffers):
 
 def _parse(groups: Iterable[Mapping[str, Any]], kv_heads: int) -> list[tuple[list[int], dict[str, Any]]]:
     """(KV heads, options with "mechanism") per group; every head in exactly one."""
+    if not isinstance(groups, Iterable) or isinstance(groups, str | Mapping):
+        raise TypeError(f"groups must be a list of dicts, one per group of heads, got {groups!r}")
     parsed: list[tuple[list[int], dict[str, Any]]] = []
     for number, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise TypeError(f"groups[{number}] must be a dict with heads and a mechanism, got {group!r}")
         options = dict(group)
         heads = options.pop("heads", None)
         if not isinstance(heads, Sequence) or isinstance(heads, str) or not heads:

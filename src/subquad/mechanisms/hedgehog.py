@@ -84,6 +84,7 @@ class Hedgehog(Kernelised):
         """
         self._check_sample(q, k, is_causal, key_mask, query_mask)
         checks.check_positive("steps", steps)
+        checks.check_number("lr", lr, 0)
         if rows is not None:
             checks.check_positive("rows", rows)
         return fit(
@@ -130,5 +131,6 @@ class Hedgehog(Kernelised):
         checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
         if q.shape[2] == 0 or k.shape[2] == 0:
             raise ValueError(f"q and k: sample tokens are needed, got {q.shape[2]} queries and {k.shape[2]} keys")
-        if is_causal and q.shape[2] != k.shape[2]:
-            raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
+        checks.check_flag("is_causal", is_causal)
+        if is_causal:
+            checks.check_causal_lengths(q, k)

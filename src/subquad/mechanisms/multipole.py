@@ -325,8 +325,8 @@ class Multipole(Mechanism):
         checks.check_value_width(v)
         checks.check_flag("is_causal", is_causal)
         checks.check_mask("key_mask", key_mask, k.shape[0], k.shape[2], k.device)
-        if is_causal and q.shape[2] != k.shape[2]:
-            raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
+        if is_causal:
+            checks.check_causal_lengths(q, k)
         call = Call(self.resolve_scale(scale), key_mask)
         k, v = without_padding(k, v, key_mask)
         with torch.no_grad(), full_precision(q):

@@ -106,6 +106,8 @@ class Performer(Kernelised):
                 f"kernel_eps belongs to features='relu' or a callable; added to {features!r} features it would mix in "
                 "uniform attention"
             )
+        if kernel_eps is not None:
+            checks.check_number("kernel_eps", kernel_eps, 0, closed=True)
         if (antithetic or features in ("hyperbolic", "trig")) and num_features % 2:
             raise ValueError(
                 f"num_features={num_features} must be even: {features!r} features come in pairs; use {num_features + 1}"

@@ -8,7 +8,6 @@ Ainslie et al., "GQA", 2023.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -125,18 +124,26 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         checks.check_positive("dim", dim)
         checks.check_positive("heads", heads)
-        if head_dim is None and dim % heads:
-            raise ValueError(f"dim={dim} must be a multiple of heads={heads}, or give head_dim=")
+        checks.check_head_dim(dim, heads, head_dim)
+        for argument, count in (("kv_heads", kv_heads), ("head_dim", head_dim), ("context_dim", context_dim)):
+            if count is not None:
+                checks.check_positive(argument, count)
+        checks.check_flag("bias", bias)
+        checks.check_flag("rotary", rotary)
+        checks.check_number("dropout", dropout, 0, 1, closed=True)
+        checks.check_number("rotary_base", rotary_base, 0)
         width = dim // heads if head_dim is None else head_dim
         self.mechanism: Mechanism = make_mechanism(mechanism, width, heads, kv_heads, **options)
         self.dim, self.heads, self.head_dim = dim, heads, width
         self.kv_heads = heads if kv_heads is None else kv_heads
-        if heads % self.kv_heads:
-            raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
+        checks.check_head_counts(heads, self.kv_heads)
+        if not self.mechanism.uses_keys and self.kv_heads != heads:
+            raise ValueError(
+                f"kv_heads={kv_heads}: {self.mechanism.name} makes its keys from the {heads} heads of queries, so "
+                "values need as many; leave kv_heads out"
+            )
         if rotary and width % 2:
             raise ValueError(f"rotary=True turns pairs, so head_dim={width} must be even")
-        if rotary and not 0 < rotary_base < math.inf:
-            raise ValueError(f"rotary_base must be a positive number, got {rotary_base!r}")
         self.rotary, self.rotary_base = rotary, rotary_base
         self.context_dim = dim if context_dim is None else context_dim
         self.q = nn.Linear(dim, heads * width, bias=bias)

@@ -6,7 +6,6 @@ How fast it runs (activation checkpointing, backend, compile) is no part of it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -166,14 +165,10 @@ class ModelConfig:
         for name, optional in (("bias", False), ("tie_embeddings", False), ("reversible", False), ("final_norm", True)):
             if not isinstance(getattr(self, name), bool) and not (optional and getattr(self, name) is None):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be a number in [0, 1), got {self.dropout!r}")
+        checks.check_number("dropout", self.dropout, 0, 1, closed=True)
         for name in ("norm_eps", "rotary_base", "final_norm_eps"):
-            value = getattr(self, name)
-            if name == "final_norm_eps" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+            if name != "final_norm_eps" or self.final_norm_eps is not None:
+                checks.check_number(name, getattr(self, name), 0)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             raise TypeError(f"seed must be an integer or None, got {self.seed!r}")
         self._check_shape()
@@ -186,10 +181,9 @@ class ModelConfig:
                 object.__setattr__(self, name, _frozen_mechanism(name, getattr(self, name), layers))
 
     def _check_shape(self) -> None:
-        if self.head_dim is None and self.dim % self.heads:
-            raise ValueError(f"dim={self.dim} must be a multiple of heads={self.heads}, or give head_dim=")
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        checks.check_head_dim(self.dim, self.heads, self.head_dim)
+        if self.kv_heads is not None:
+            checks.check_head_counts(self.heads, self.kv_heads)
         if self.positions == "learned" and self.max_length is None:
             raise ValueError("positions='learned' needs max_length=, the number of positions to learn")
         if self.positions != "learned" and self.max_length is not None:

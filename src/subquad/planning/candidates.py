@@ -137,7 +137,7 @@ def with_seed(name: str, options: Options, seed: int) -> Options:
     """
     options = dict(options)
     far = options.get("far")
-    if isinstance(far, dict):
+    if isinstance(far, dict) and far.get("mechanism") in MECHANISMS:  # else whoever makes it says what is wrong
         options["far"] = with_seed(far["mechanism"], far, seed)
     if "seed" in MECHANISMS[name].options():
         options["seed"] = seed
@@ -145,10 +145,11 @@ def with_seed(name: str, options: Options, seed: int) -> Options:
 
 
 def calibrated(attend: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Mechanism:
-    """`attend`, calibrated on q and k where it uses calibration."""
+    """`attend`, calibrated on q and k where it uses calibration; in self attention padding is no query either."""
     if attend.uses_calibration:
+        own = key_mask if q.shape[2] == k.shape[2] else None
         with torch.no_grad():
-            attend.calibrate(q.detach(), k.detach(), key_mask=key_mask)
+            attend.calibrate(q.detach(), k.detach(), key_mask=key_mask, query_mask=own)
     return attend
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import checks
-from ..mechanisms import Mechanism, create
+from ..mechanisms import MECHANISMS, Mechanism, create
 from .cost import seconds_of
 from .tables import measurement_key, read_json_table, table_path, write_json_table
 
@@ -123,9 +123,15 @@ def resolve_auto(
     crossover: a length to use instead of the measured one
     """
     checks.check_positive("length", length)
+    checks.check_flag("is_causal", is_causal)
+    checks.check_flag("training", training)
     if crossover is not None:
         checks.check_positive("crossover", crossover)
+    if above in MECHANISMS and "length" in MECHANISMS[above].options():
+        options["length"] = length  # of Linformer's projections
     chosen = create(above, head_dim, heads, kv_heads, **options)
+    if is_causal and not chosen.causal:
+        checks.refuse_causal(chosen.name, chosen.causal_refusal)
     if crossover is None:
         timed = create(above, head_dim, heads or 8, **options) if heads is None else chosen
         timed = timed if kv_heads in (None, heads) else create(above, head_dim, heads, **options)

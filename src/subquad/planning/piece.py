@@ -6,8 +6,9 @@ on all of it; exact attention, whose cost is quadratic, is computed for all quer
 much inputs of this kind differ, and their mean against the whole says how the error grows with length.
 
 With values v of independent entries +-1 and width E, the mean of |A' v - A v|^2 is E |A' - A|^2: one run measures the
-error of the whole matrix. Its size E |A|^2 is computed, not taken from |A v|^2: rows of flat attention are all alike,
-and the E numbers that they make of v scatter by sqrt(2 / E) however many rows there are.
+error of the whole matrix; on up to E keys, with rows of a Hadamard matrix, without noise. Its size E |A|^2 is computed,
+not taken from |A v|^2: rows of flat attention are all alike, and the E numbers that they make of v scatter by
+sqrt(2 / E) however many rows there are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..features.hadamard import fwht
 from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
 
@@ -32,7 +34,7 @@ LEAST_STRETCH = 16  # tokens; on fewer there is no attention to speak of
 STRETCHES = 4
 
 
-def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> None:
+def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any, scale: Any) -> None:
     """Shapes, at least one query with one key, and nothing that is not finite."""
     width = q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
     checks.check_attention(q, k, k if v is None else v, head_dim=width, heads=None, kv_heads=None)
@@ -42,8 +44,11 @@ def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any) -> N
             f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key of width 1 "
             "or more is expected"
         )
-    if is_causal and q.shape[2] != k.shape[2]:
-        raise ValueError(f"is_causal=True needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}")
+    checks.check_flag("is_causal", is_causal)
+    if is_causal:
+        checks.check_causal_lengths(q, k)
+    if scale is not None:
+        checks.check_scale(scale)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None and not bool(torch.isfinite(x).all()):
             raise ValueError(
@@ -84,6 +89,16 @@ def pick_rows(x: Tensor, most: int, *, is_causal: bool = False) -> tuple[Tensor,
     return index, torch.cat(counts).to(torch.float64)
 
 
+def _signs(shape: torch.Size, seed: int) -> Tensor:
+    """Values +-1, (B, H, S, VALUE_WIDTH): drawn, or rows of a Hadamard matrix where there are enough of them. Those are
+    orthogonal, and then one run gives |A' - A|^2 exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    if shape[2] > VALUE_WIDTH:
+        return 2.0 * torch.randint(0, 2, (*shape, VALUE_WIDTH), generator=generator).float() - 1.0
+    rows = fwht(torch.eye(VALUE_WIDTH))[torch.randperm(VALUE_WIDTH, generator=generator)[: shape[2]]]
+    return rows.expand(*shape, VALUE_WIDTH).contiguous()
+
+
 class Piece:
     """The first tokens of a few sequences, in float32 on the CPU, with their exact output.
 
@@ -119,9 +134,7 @@ class Piece:
 
         self.q, self.k = taken(q, rows), taken(k, slice(0, tokens))
         if v is None:
-            generator = torch.Generator().manual_seed(seed)
-            shape = (*self.k.shape[:3], VALUE_WIDTH)
-            self.v = 2.0 * torch.randint(0, 2, shape, generator=generator).float() - 1.0
+            self.v = _signs(self.k.shape[:3], seed)
         else:
             # Errors are relative: values of any size are judged alike, without overflow of their squares.
             self.v = taken(v, slice(0, tokens))

@@ -80,7 +80,8 @@ class _Study:
         self.exact_seconds = self._seconds(exact)
         self.fastest = math.inf  # seconds of one run of what has met the target
         self.statistics = Calibration(self.k.shape[1], self.k.shape[-1])
-        self.statistics.update(self.q, self.k, form["key_mask"])
+        real = form["key_mask"]
+        self.statistics.update(self.q, self.k, real, real if self.q.shape[2] == self.k.shape[2] else None)
         self.uniform = uniform_error(self.piece)
         self.target = limit_of(target, self.uniform)
 
@@ -284,7 +285,7 @@ def plan(
     ('taylor', True)
     """
     began = time.perf_counter()
-    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
     for argument, value in (("target_error", target_error), ("time_budget", time_budget)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
@@ -293,6 +294,8 @@ def plan(
     checks.check_positive("length", length)
     checks.check_positive("seed", seed, least=0)
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
+        if not isinstance(mechanisms, Iterable):
+            raise TypeError(f"mechanisms must be names or Mechanism objects, got {mechanisms!r}")
         mechanisms = list(mechanisms)
     rows = sweeps(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
     fixed = any(sweep.given is not None and sweep.given.heads is not None for sweep in rows)

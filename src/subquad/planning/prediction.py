@@ -101,7 +101,7 @@ def predict_error(
     >>> sq.predict_error(q, k, "taylor", degree=1).method
     'measured'
     """
-    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask)
+    check_inputs(q, k, v, is_causal=is_causal, key_mask=key_mask, scale=scale)
     if num_features is not None:
         options["num_features"] = num_features
     if isinstance(mechanism, Mechanism):

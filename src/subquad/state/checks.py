@@ -87,6 +87,16 @@ def check_same(earlier: Any, later: Any) -> None:
             "Only states of one mechanism with the same seed, number of redraws and scale can be merged; "
             "absorb the tokens again with one of the two"
         )
+    mine, theirs = ({x.dtype for x in _floats(state)} for state in (earlier, later))
+    if mine and theirs and not mine & theirs:
+        raise ValueError(
+            f"merge: the states are of {', '.join(map(str, mine))} and {', '.join(map(str, theirs))}; absorb the "
+            "tokens of one of them again in the dtype of the other"
+        )
+
+
+def _floats(state: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def check_crop(length: Any, have: int) -> None:

@@ -104,8 +104,8 @@ class ConversionReport:
             + (f"; errors on {self.calibration_tokens} tokens" if self.calibration_batches else "; errors not measured")
         )
         if self.no_better_than_uniform:
-            numbers = ", ".join(map(str, self.no_better_than_uniform))
-            lines.append(f"layers {numbers}: the error is not below that of uniform attention, the mean of the values")
+            which = ", ".join(map(str, self.no_better_than_uniform))
+            lines.append(f"layers {which}: the error is not below that of uniform attention, the mean of the values")
         return "\n".join([*lines, *self.notes, *([] if self.choice is None else [str(self.choice)])])
 
 

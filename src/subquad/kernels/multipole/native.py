@@ -147,6 +147,11 @@ def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list
     return [mask, *known], [spec.starts().to(torch.int32)], *options_of(spec, call.scale)
 
 
+def _run(call: Any) -> None:
+    if call.batch:  # of nothing there is nothing to allocate, which the library would take for a failure
+        check_status(loaded().subquad_multipole_forward(ctypes.byref(call)))
+
+
 def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspection:
     """Expected errors and numbers of exact keys of every query, from the forward pass."""
     given = _arguments(spec._replace(known=None), call)
@@ -155,7 +160,7 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
     estimate = torch.zeros((*q.shape[:3], 2), dtype=torch.float32)
     keys = torch.zeros(q.shape[:3], dtype=torch.int32)
     made.estimate, made.exact = estimate.data_ptr(), keys.data_ptr()
-    check_status(loaded().subquad_multipole_forward(ctypes.byref(made)))
+    _run(made)
     limited = keys < 0
     return Inspection(estimate[..., 0], estimate[..., 1], torch.where(limited, -keys - 1, keys), limited)
 
@@ -169,7 +174,7 @@ def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
     order, sizes = results[2:]
     selection = torch.zeros((*q.shape[:3], sizes.shape[2] * sizes.shape[3]), dtype=torch.bool)
     made.selection, made.forced = selection.data_ptr(), 0
-    check_status(loaded().subquad_multipole_forward(ctypes.byref(made)))
+    _run(made)
     return Choices(order, sizes, selection)
 
 

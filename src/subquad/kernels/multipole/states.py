@@ -7,7 +7,7 @@ tensors are copied from it when somebody asks: a merge, a pytree, a pickle, anot
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ class _Paged(Movable):
     """Tensors that are copied from `pages` when they are asked for."""
 
     origin: str
+    tensors: ClassVar[tuple[str, ...]]
 
     @classmethod
     def of(cls: type[Kind], pages: Any, origin: str) -> Kind:
@@ -35,26 +36,21 @@ class _Paged(Movable):
         made.__dict__.update(pages=pages, origin=origin)
         return made
 
-    @classmethod
-    def tensors(cls) -> list[str]:
-        """Names of its tensors."""
-        return [x.name for x in fields(cls) if x.name != "origin"]  # type: ignore[arg-type]
-
     def __getattr__(self, name: str) -> Any:
         pages = self.__dict__.get("pages")
-        if pages is None or name not in self.tensors():
+        if pages is None or name not in self.tensors:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self.__dict__.update(pages.plain())
         return self.__dict__[name]
 
     def __reduce__(self) -> Any:
-        return type(self), (*(getattr(self, x) for x in self.tensors()), self.origin)
+        return type(self), (*(getattr(self, x) for x in self.tensors), self.origin)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self.pages is not None:  # never changed for whoever holds it
             return self
         made: Any = type(self)
-        return made(*(deepcopy(getattr(self, x), memo) for x in self.tensors()), self.origin)
+        return made(*(deepcopy(getattr(self, x), memo) for x in self.tensors), self.origin)
 
     @property
     def pages(self) -> Any:
@@ -66,7 +62,7 @@ class _Paged(Movable):
         """Bytes that it holds."""
         if self.pages is not None:
             return int(self.pages.nbytes)
-        return sum(getattr(self, x).nbytes for x in self.tensors())
+        return sum(getattr(self, x).nbytes for x in self.tensors)
 
     def example(self) -> Tensor:
         """A tensor (B, H, ., E) that shows the batch, KV heads, value width and dtype of the state."""
@@ -82,6 +78,7 @@ class MultipoleState(_Paged):
     """
 
     crops: ClassVar[bool] = True
+    tensors = ("k", "v", "mask", "order", "sizes")
 
     k: Tensor
     v: Tensor
@@ -138,6 +135,8 @@ class ConstantState(_Paged):
     count (B,); k (B, H, chunk, D), v (B, H, chunk, E); size, variance (B, H, N), mean (B, H, N, D),
     mean_value (B, H, N, E): see `Memory` and `Far`
     """
+
+    tensors = ("count", "k", "v", "size", "mean", "variance", "mean_value")
 
     count: Tensor
     k: Tensor
