@@ -85,7 +85,7 @@ def encoder_plan(model: nn.Module, calibration: list[Any], arguments: argparse.N
     lengths = (2048,)
     base = {"mechanism": "hybrid", "window": 32, "sinks": 4, "far": {**SDERF, "num_features": 256}}
     former = plan_layers(model, calibration, budget=1e9, candidates=[base], lengths=lengths, balance=False)
-    candidates = default_candidates(windows=WINDOWS, features=(64, 128, 256))
+    candidates = default_candidates(windows=WINDOWS, features=(64, 128, 256), multipole=False)
     budget = arguments.share * former.seconds(2048)
     return former, plan_layers(
         model, calibration, budget=budget, candidates=candidates, lengths=lengths, draws=arguments.draws

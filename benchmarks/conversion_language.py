@@ -88,7 +88,8 @@ def antibodies(study: Study, arguments: argparse.Namespace) -> None:
     exact = measure()
     study.row("exact", perplexity=exact)
     baselines(study, model, measure, window, sinks, "perplexity")
-    plan = best_plan(model, calibration, default_candidates(windows=(window,), sinks=sinks, features=(256,)))
+    candidates = default_candidates(windows=(window,), sinks=sinks, features=(256,), multipole=False)
+    plan = best_plan(model, calibration, candidates)
     found = converted(model, plan.mechanisms(), None, measure)
     study.row(f"plan, window {window} + {sinks} sinks, M <= 256", perplexity=found, above_exact=found / exact - 1)
 
@@ -137,9 +138,9 @@ def reactions(study: Study, arguments: argparse.Namespace) -> None:
             row(f"{name}, {CLUSTERS} clusters ({clustering})" + f", top {quarter}" * ("topk" in options), found)
     calibration = [plain(batch) for batch in lessons[:4]]
     near: dict[str, Any] = {"windows": (window,), "sinks": sinks, "features": (256,)}
-    features = best_plan(model, calibration, default_candidates(**near))
+    features = best_plan(model, calibration, default_candidates(**near, multipole=False))
     row(f"plan: window {window} + {sinks}, M <= 256", converted(model, features.mechanisms(), None, measure))
-    every = best_plan(model, calibration, default_candidates(**near, clusters=CLUSTERS, topk=quarter))
+    every = best_plan(model, calibration, default_candidates(**near, clusters=CLUSTERS, topk=quarter, multipole=False))
     row(
         f"plan: the same or {CLUSTERS} clusters with top {quarter}",
         converted(model, every.mechanisms(), None, measure),

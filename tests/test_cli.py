@@ -69,6 +69,11 @@ def test_mechanisms_lists_every_one() -> None:
     assert set(subquad.list_mechanisms()) <= first_words
 
 
+def test_mechanisms_by_name(said: Callable[..., Said]) -> None:
+    assert said("mechanisms", "linear", "lsh").stdout.count("equation") == 2
+    assert "did you mean 'performer'" in " ".join(said("mechanisms", "perfomer").stderr.replace("│", " ").split())
+
+
 def test_mechanisms_fits_a_narrow_terminal(said: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     assert 50 < max(map(len, said("mechanisms").stdout.splitlines())) <= 60

@@ -1,4 +1,4 @@
-"""Every message about wrong input: the argument, what was given, what is expected, how to fix it."""
+"""Checks that several packages share. Messages say the argument, what was given, what is expected, how to fix it."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import subquad as sq
-from subquad import kernels, mechanisms
-from subquad.kernels import dispatch
+from subquad import kernels
+from subquad.kernels import dispatch, operator
 from subquad.kernels.checkpointing import tracing
 from subquad.kernels.native import library
 from subquad.kernels.operator import Call
@@ -170,26 +170,25 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             pytest.fail(reason)
         pytest.skip(reason)
 
-    choose = dispatch.choose
+    choose_backend = operator.choose_backend
 
     def chosen(backends: Any, spec: Any, call: Call, *args: Any) -> Any:
-        return choose(backends, spec, call._replace(backend=call.backend or case.backend), *args)
+        return choose_backend(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
-    monkeypatch.setattr(dispatch, "choose", chosen)
-    for module in (mechanisms.multipole, mechanisms.clustered, mechanisms.sparse, mechanisms.lsh):
-        monkeypatch.setattr(module, "choose", chosen)
-    for operator in (kernels.multipole, kernels.clustered):
-        _share_choices(operator, monkeypatch)
+    for module in (operator, dispatch):
+        monkeypatch.setattr(module, "choose_backend", chosen)
+    for package in (kernels.multipole, kernels.clustered):
+        _share_choices(package, monkeypatch)
 
 
-def _share_choices(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def _share_choices(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle takes the choices of the kernels that it is compared with."""
-    own = operator.reference.choose
+    own = package.reference.make_choices
 
     def same_choices(spec: Any, call: Call, q: Tensor, *args: Any) -> Any:
-        return (own if tracing(q) else operator.native.choose)(spec, call, q, *args)
+        return (own if tracing(q) else package.native.make_choices)(spec, call, q, *args)
 
-    monkeypatch.setattr(operator.reference, "choose", same_choices)
+    monkeypatch.setattr(package.reference, "make_choices", same_choices)
 
 
 FIXTURES: dict[str, list[Any]] = {

@@ -15,7 +15,7 @@ from subquad.kernels import map_arrays
 from subquad.kernels.dispatch import BACKENDS
 from subquad.kernels.native import library as native_library
 from subquad.kernels.native.maps import multiplied
-from subquad.kernels.operator import Call, choose
+from subquad.kernels.operator import Call, choose_backend
 from subquad.kernels.windowed_linear import WindowedLinear
 
 from .native_cases import (
@@ -78,7 +78,7 @@ def test_butterflies_equal_the_matrix(dim: int, blocks: int, monkeypatch: pytest
 def test_taylor_products(dim: int, causal: bool) -> None:
     phi = make_map("taylor", dim, 0, heads=2)
     assert multiplied(phi)
-    assert choose(BACKENDS, WindowedLinear(phi), Call(1.0), torch.randn(1, 1, 1, dim)).name == "native"
+    assert choose_backend(BACKENDS, WindowedLinear(phi), Call(1.0), torch.randn(1, 1, 1, dim)).name == "native"
     q, k, v = torch.randn(1, 4, 75, dim), torch.randn(1, 2, 75, dim), torch.randn(1, 2, 75, 19)
     compare(phi, q, k, v, causal=causal, key_mask=torch.rand(1, 75) > 0.2)
 

@@ -306,7 +306,7 @@ def test_both_ways_to_choose_agree(clustering, group_size):
     q, k, _ = single(300, keys=90)
     masks = (torch.rand(2, n, generator=torch.Generator().manual_seed(1)) > 0.2 for n in (90, 300))
     for call in (Call(0.4), Call(0.4, *masks)):
-        ours, theirs = native.choose(spec, call, q, k), definition.choose(spec, call, q, k)
+        ours, theirs = native.make_choices(spec, call, q, k), definition.make_choices(spec, call, q, k)
         assert torch.equal(ours.assigned, theirs.assigned)
         used = torch.zeros(2, 2, 6, dtype=torch.bool).scatter(-1, ours.assigned, True)  # the others choose nothing
         assert torch.equal(ours.top.sort(-1).values[used], theirs.top.sort(-1).values[used])
@@ -318,7 +318,7 @@ def test_a_call_says_which_keys_it_took():
     attn = sq.create("improved-clustered", D, 2, clusters=4, topk=5, seed=0)
     q, k, _ = single(70)
     plain = weights(sq.create("clustered", D, 2, clusters=4, seed=0), q, k)
-    assigned, top = native.choose(attn._spec(), Call(D**-0.5), q, k)
+    assigned, top = native.make_choices(attn._spec(), Call(D**-0.5), q, k)
     for query in (0, 31, 69):
         mine = top[0, 1, assigned[0, 1, query]]
         assert sorted(mine.tolist()) == sorted(plain[0, 1, query].topk(5).indices.tolist())
@@ -360,7 +360,7 @@ def test_a_key_head_in_parts_has_the_same_gradient(name):
 def test_queries_with_a_large_common_part_are_told_apart(name):
     q, k, _ = single(90)
     spec, call = sq.create(name, D, 2, clusters=5, seed=0)._spec(), Call(1.0)
-    for choose in (definition.choose, *([] if library.missing() else [native.choose])):
+    for choose in (definition.make_choices, *([] if library.missing() else [native.make_choices])):
         assert torch.equal(choose(spec, call, q + 300.0, k).assigned, choose(spec, call, q, k).assigned)
 
 

@@ -57,7 +57,7 @@ def test_both_ways_to_choose_agree(options, causal):
     q, k, v = draw(heads=4, kv_heads=2, length=333, batch=2)
     call = Call(0.25, torch.rand(2, 333, generator=torch.Generator().manual_seed(1)) > 0.2)
     spec = attn._spec(causal=causal)
-    ours, theirs = native.choose(spec, call, q, k, v), reference.choose(spec, call, q, k, v)
+    ours, theirs = native.make_choices(spec, call, q, k, v), reference.make_choices(spec, call, q, k, v)
     assert torch.equal(ours.order, theirs.order)
     assert torch.equal(ours.sizes, theirs.sizes)
     # Two clusters whose criterion differs by a rounding error may change places.
@@ -127,7 +127,7 @@ def test_given_choices_are_kept(backend, causal):
     attn = sq.create("multipole", 16, chunk=32, clusters=4, exact_keys=8, seed=0)
     tensors = draw(heads=4, kv_heads=2, length=150)
     call, g = Call(0.25), torch.Generator().manual_seed(5)
-    own = reference.choose(attn._spec(causal=causal), call, *tensors)
+    own = reference.make_choices(attn._spec(causal=causal), call, *tensors)
     given = own._replace(
         selection=(torch.rand(own.selection.shape, generator=g) < 0.5)
         & (own.sizes > 0).flatten(2).repeat_interleave(2, 1).unsqueeze(2)
@@ -332,8 +332,8 @@ def test_nan_is_seen_and_reaches_no_earlier_query(backend, options):
         ({"error": float("nan")}, "error must be between 0 and inf, got nan"),
         ({"radius": 2.0}, "radius must be between 0 and 1"),
         ({"cap": 100}, "cap must be between 0 and 40"),
-        ({"limit": 64}, "limit=64 is of memory='constant'"),
-        ({"sinks": 4}, "sinks=4 is of memory='constant'"),
+        ({"limit": 64}, "limit=64 needs memory='constant'"),
+        ({"sinks": 4}, "sinks=4 needs memory='constant'"),
     ],
 )
 def test_wrong_options_say_what_is_expected(options, message):

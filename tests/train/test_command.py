@@ -56,6 +56,7 @@ def test_train_writes_every_number_and_refuses_to_overwrite(tmp_path: Path, caps
         (["copy", "--option", "num_features"], "expected name=value"),
         (["copy", "--option", "colour=3"], "has no option 'colour'"),
         (["text", "--data", "/no/such/file"], "does not exist"),
+        (["copy", "--data", "any.txt"], "the task 'copy' makes its own data"),
     ],
 )
 def test_wrong_arguments_exit_2_without_a_traceback(
@@ -201,7 +202,7 @@ def test_a_run_is_resumed_with_the_options_it_was_started_with(
             main(["train", *arguments])
         assert ended.value.code == 2
         said = capsys.readouterr().err
-        assert any(part in said for part in ("TASK is missing", "--draw needs --out", "holds no run"))
+        assert any(part in said for part in ("--resume needs --out", "--draw needs --out", "holds no run"))
 
 
 def test_a_comparison_is_resumed_with_the_options_it_was_started_with(tmp_path: Path) -> None:

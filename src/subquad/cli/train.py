@@ -1,7 +1,7 @@
 """`subquad train`."""
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +91,7 @@ def train(
         typer.Option(min=0.0, help="Also validate every so many seconds of steps.", rich_help_panel=_RUNNING),
     ] = None,
     hours: Annotated[
-        float | None, typer.Option(min=0.0, help="End after so long, all starts together.", rich_help_panel=_RUNNING)
+        float | None, typer.Option(min=0.0, help="End after so long, all starts together.", rich_help_panel=_TRAINING)
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that prepare batches.", rich_help_panel=_RUNNING)] = 0,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU.", rich_help_panel=_RUNNING)] = False,
@@ -114,7 +114,7 @@ def train(
     }  # fmt: skip
     shape = {"layers": layers, "heads": heads, "dim": dim}
     with user_errors():
-        from subquad.tasks import TASKS
+        from subquad.tasks import TASKS, get_task
         from subquad.train import Run, Running
         from subquad.train.checkpoint import DiskError
         from subquad.train.choices import label_of, parse_mechanism, parse_pairs, split_mechanisms
@@ -139,6 +139,8 @@ def train(
             )
         options = parse_pairs("--set", set_ or [])
         if data is not None:
+            if task in TASKS and "data" not in {field.name for field in fields(get_task(task))}:
+                raise ValueError(f"--data {data}: the task {task!r} makes its own data; leave it out")
             if "data" in options:
                 raise ValueError(f"--data {data} and --set data={options['data']} name the same; give one of them")
             options["data"] = data
@@ -148,7 +150,7 @@ def train(
         others = None if compare is None else [parse_mechanism(one) for one in split_mechanisms(compare)]
         if out is None:
             if task is None:
-                raise ValueError(f"{no_task}; it may be left out with --resume --out FOLDER alone")
+                raise ValueError("--resume needs --out FOLDER, or the TASK of the run" if resume else no_task)
             named = label_of(choice or parse_mechanism("multipole", own))
             out = Path("runs") / f"{task}-{'compare' if compare else named}"
         check_writable("--out", out, folder=True)

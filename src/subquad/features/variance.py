@@ -54,7 +54,6 @@ __all__ = [
     "relative_variance",
     "relu_kernel",
     "sderf_a",
-    "sderf_second_moment",
     "sqrt_norm_bias",
     "taylor_error",
 ]
@@ -113,19 +112,6 @@ def oprf_optimal_a(dim: int, mean_v: Real) -> Tensor:
     -0.0976
     """
     return sderf_a(float64(mean_v) / least_dim(dim))
-
-
-def sderf_second_moment(z_squared: Tensor, a: Tensor) -> Tensor:
-    """Second moment of one SDERF row over SM^2: prod_l ((1 + t)/2) t^{-1/2} exp(z_l^2 / t), t = 1 - 8 A_l.
-
-    `z_squared` (..., d) are the squared coordinates of x + y in the eigenbasis, `a` (d,); returns (...).
-
-    >>> z2 = torch.full((16,), 0.25)
-    >>> bool(torch.isclose(sderf_second_moment(z2, torch.full((16,), -0.1)), oprf_second_moment(16, 4.0, -0.1)))
-    True
-    """
-    z_squared, a = float64(z_squared), float64(a)
-    return torch.exp((torch.log1p(-4 * a) - torch.log1p(-8 * a) / 2 + z_squared / (1 - 8 * a)).sum(-1))
 
 
 def relative_variance(family: str, distance: Real, *, dim: int | None = None, a: Real | None = None) -> Tensor:

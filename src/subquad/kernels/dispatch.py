@@ -12,7 +12,7 @@ from .chunked import Chunked
 from .experimental.fla import FlashLinearAttention
 from .experimental.triton import Triton
 from .native import Native
-from .operator import Backend, Call, by_name, choose
+from .operator import Backend, Call, by_name, choose_backend
 from .padding import Order
 from .reference import Reference
 from .windowed_linear import WindowedLinear
@@ -27,7 +27,7 @@ BACKENDS: dict[str, Backend[WindowedLinear]] = by_name(
 def _chosen(spec: WindowedLinear, call: Call, *tensors: Tensor) -> Backend[WindowedLinear]:
     if spec.feature_map is not None:
         spec.feature_map.check_ready()
-    return choose(BACKENDS, spec, call, *tensors)
+    return choose_backend(BACKENDS, spec, call, *tensors)
 
 
 def attend(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -2,16 +2,15 @@
 
 An operator is a frozen *spec* (what is computed: a feature map, a window, a number of clusters), a `Call` (how it is
 called: scale, masks, backend, chunk size) and a dict of backends. A backend is a class below `Backend`; the dict lists
-the backends of one operator, the fastest first. `choose` takes the first that supports a call, or the one that the
-caller named, which is used or refused with its reason and never replaced by another.
+the backends of one operator, the fastest first. `choose_backend` takes the first that supports a call, or the one that
+the caller named, which is used or refused with its reason and never replaced by another.
 
 A new operator needs no change here:
 
     class Spec(NamedTuple): ...
     class Reference(Oracle[Spec]): ...
     BACKENDS = by_name(Native(), Chunked(), Reference())
-    backend = choose(BACKENDS, spec, call, q, k, v)
-    out = backend.attend(spec, call, q, k, v)
+    out = attend(BACKENDS, spec, call, q, k, v)
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ __all__ = [
     "Backend",
     "Call",
     "Oracle",
+    "attend",
     "by_name",
-    "choose",
+    "choose_backend",
     "differentiable_once",
     "refuse_forward_mode",
     "refuse_second_derivatives",
@@ -103,11 +103,11 @@ B = TypeVar("B", bound=Backend[Any])
 
 
 def by_name(*backends: B) -> dict[str, B]:
-    """The backends of one operator, the fastest first, as `choose` takes them."""
+    """The backends of one operator, the fastest first, as `choose_backend` takes them."""
     return {backend.name: backend for backend in backends}
 
 
-def choose(backends: Mapping[str, B], spec: Any, call: Call, *tensors: Tensor) -> B:
+def choose_backend(backends: Mapping[str, B], spec: Any, call: Call, *tensors: Tensor) -> B:
     """Who computes this call: the backend that it names, or the first that supports it.
 
     >>> class Slow(Backend[int]):
@@ -117,9 +117,9 @@ def choose(backends: Mapping[str, B], spec: Any, call: Call, *tensors: Tensor) -
     ...     def refusal(self, spec, call, *tensors):
     ...         return f"it counts to 9, got {spec}" if spec > 9 else ""
     >>> backends = by_name(Fast(), Slow())
-    >>> choose(backends, 3, Call(scale=1.0)).name, choose(backends, 12, Call(scale=1.0)).name
+    >>> choose_backend(backends, 3, Call(scale=1.0)).name, choose_backend(backends, 12, Call(scale=1.0)).name
     ('fast', 'slow')
-    >>> choose(backends, 12, Call(scale=1.0, backend="fast"))
+    >>> choose_backend(backends, 12, Call(scale=1.0, backend="fast"))
     Traceback (most recent call last):
     ValueError: backend='fast' cannot take this call: it counts to 9, got 12. Use backend=None or 'slow'
     """
@@ -137,6 +137,11 @@ def choose(backends: Mapping[str, B], spec: Any, call: Call, *tensors: Tensor) -
             return backend
     reasons = "; ".join(f"{name}: {b.refusal(spec, call, *tensors)}" for name, b in backends.items())
     raise ValueError(f"no backend can take this call: {reasons}")
+
+
+def attend(backends: Mapping[str, B], spec: Any, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out (B, Hq, L, E) in v's dtype, by whoever computes this call."""
+    return choose_backend(backends, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
 
 
 # -- second derivatives ---------------------------------------------------------------------------------------------

@@ -13,12 +13,22 @@ from torch import Tensor
 from ..state import take
 from .checkpointing import tracing
 
-__all__ = ["Order", "real_keys"]
+__all__ = ["Order", "all_finite", "empty_output", "real_keys"]
 
 
 def real_keys(k: Tensor, key_mask: Tensor | None) -> Tensor:
     """(B, S) bool, True = real: the mask of keys k (B, H, S, D), written out where none was given."""
     return torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether they are known to hold no NaN and no infinity. Only a CPU can look without waiting, and no tracer can."""
+    return all(x.device.type == "cpu" and not tracing(x) and bool(x.detach().sum().isfinite()) for x in tensors)
+
+
+def empty_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """0 for every query (B, Hq, L, E), where there is nothing to attend to; still a part of the graph."""
+    return v.new_zeros((*q.shape[:3], v.shape[-1])) + sum(x[:0].sum() for x in (q, k, v))
 
 
 class Order:

@@ -1,6 +1,7 @@
 """The mechanisms as a list for reading: what each computes, what it costs, what it can do."""
 
 import textwrap
+from collections.abc import Iterable
 
 import subquad
 
@@ -9,16 +10,17 @@ __all__ = ["mechanism_list"]
 _FACTS = ("causal", "recurrent", "exact")
 
 
-def mechanism_list(width: int = 100) -> str:
+def mechanism_list(width: int = 100, names: Iterable[str] | None = None) -> str:
     """Every mechanism as a paragraph: name, facts and complexity, then equation, paper and options with defaults.
 
     width: no line is longer, unless a single word is
+    names: those to list; None = all
 
     >>> print(mechanism_list().split("\\n\\n")[0].splitlines()[0].split()[0])
     clustered
     """
     paragraphs = []
-    for name in subquad.list_mechanisms():
+    for name in subquad.list_mechanisms() if names is None else names:
         facts = subquad.describe(name)
         can = ", ".join(fact if facts[fact] else f"not {fact}" for fact in _FACTS)
         options = ", ".join(f"{option}={default!r}" for option, default in facts["options"].items()) or "none"

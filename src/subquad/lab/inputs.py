@@ -99,7 +99,7 @@ def read_inputs(path: str | Path, prefix: str = "") -> Inputs:
         there = ", ".join(sorted(stored)[:12]) + (", ..." if len(stored) > 12 else "")
         raise ValueError(
             f"{path}: no tensor {' and '.join(map(repr, missing))}; the file has {there or 'no tensors'}. "
-            "Name them q and k, or give what stands before these names as the prefix"
+            "Name them q and k, or give what stands before these names as the prefix, like layer0. for layer0.q"
         )
     q, k = _tensor(stored, prefix + "q", path), _tensor(stored, prefix + "k", path)
     v = _tensor(stored, prefix + "v", path) if prefix + "v" in stored else None

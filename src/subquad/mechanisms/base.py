@@ -21,6 +21,7 @@ from ..features.calibration import Calibration, calibrations
 from ..features.precision import full_precision
 from ..features.random import apply_statistics
 from ..kernels.operator import Call
+from ..kernels.padding import empty_output
 from ..rollback import Checkpoints
 from ..state import State, check_continues, check_fits
 
@@ -227,8 +228,7 @@ class Mechanism(nn.Module):
                 checks.refuse_causal(self.name, self.causal_refusal)
             checks.check_causal_lengths(q, k)
         if q.shape[0] == 0 or v.shape[-1] == 0:
-            # The last, odd-sized batch of a data loader: nothing to compute, but still a part of the graph.
-            return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
+            return empty_output(q, k, v)  # of the last, odd-sized batch of a data loader
         k, v = without_padding(k, v, key_mask)
         call = Call(self.resolve_scale(scale), key_mask, query_mask, backend, chunk_size)
         attend = self._attend if self.attend_override is None else partial(self.attend_override, self)

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..kernels.clustered import BACKENDS, Spec, choose
+from ..kernels.clustered import BACKENDS, Spec
 from ..kernels.kmeans import CLUSTERINGS, ClusterDraw
-from ..kernels.operator import Call
+from ..kernels.operator import Call, attend
 from .base import Mechanism
 
 __all__ = ["Clustered", "ImprovedClustered"]
@@ -74,7 +74,7 @@ class _ByCluster(Mechanism):
         if q.shape[2] == 0 or k.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         spec = self._spec()
-        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return attend(BACKENDS, spec, call, q, k, v)
 
 
 @final

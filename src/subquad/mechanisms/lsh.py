@@ -28,8 +28,8 @@ from torch import Tensor
 from .. import checks
 from ..features.precision import compute_dtype
 from ..features.projections import GaussianProjection
-from ..kernels.lsh import BACKENDS, Spec, choose
-from ..kernels.operator import Call
+from ..kernels.lsh import BACKENDS, Spec
+from ..kernels.operator import Call, attend
 from .base import Mechanism
 
 __all__ = ["LSH"]
@@ -123,4 +123,4 @@ class LSH(Mechanism):
         if length == 0 or k.shape[2] == 0:
             return v.new_zeros((batch, heads, length, v.shape[-1]))
         spec = self._spec(compute_dtype(q), is_causal)
-        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return attend(BACKENDS, spec, call, q, k, v)

@@ -23,11 +23,11 @@ from .. import checks
 from ..features.precision import compute_dtype, full_precision
 from ..kernels.checkpointing import tracing
 from ..kernels.kmeans import ClusterDraw
-from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, choose, cluster, constant, inspect, paged
+from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, cluster, constant, inspect, paged
 from ..kernels.multipole.constant_pages import begin_constant
 from ..kernels.multipole.pages import Pages, begin
 from ..kernels.multipole.states import ConstantState, MultipoleState
-from ..kernels.operator import Call
+from ..kernels.operator import Call, attend
 from ..kernels.padding import Order, real_keys
 from ..state import check_continues, check_fits
 from .base import Mechanism, without_padding
@@ -134,7 +134,7 @@ class Multipole(Mechanism):
             if size is not None:
                 checks.check_positive(option, size, least)
                 if memory == "all":
-                    raise ValueError(f"{option}={size} is of memory='constant'; with memory='all' every key is kept")
+                    raise ValueError(f"{option}={size} needs memory='constant'; with memory='all' every key is kept")
         if memory == "constant":
             for argument, given in (("exact_keys", exact_keys), ("error", error)):
                 if given is not None:
@@ -221,10 +221,7 @@ class Multipole(Mechanism):
         if self.constant_memory:
             out, state = self._constant(q if is_causal else None, k, v, None, call)
             return self._read(q, state, call).to(v.dtype) if out is None else out
-        return self._computed(self._spec(causal=is_causal), call, q, k, v)
-
-    def _computed(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return attend(BACKENDS, self._spec(causal=is_causal), call, q, k, v)
 
     def _origin(self, scale: float) -> str:
         return f"{self._identity} draw {self.draw.draw_key()} scale {scale:.9g}"
@@ -264,7 +261,7 @@ class Multipole(Mechanism):
         spec = self._spec(causal=True, past=after.k.shape[2] - k.shape[2], known=known)
         masked = call.key_mask is not None or tracing(k) or not bool(after.mask.all())
         seen = call._replace(key_mask=after.mask if masked else None, query_mask=None)
-        return self._computed(spec, seen, q, after.k, after.v), after
+        return attend(BACKENDS, spec, seen, q, after.k, after.v), after
 
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
         if self.constant_memory:
@@ -299,7 +296,7 @@ class Multipole(Mechanism):
             return out.to(q.dtype)
         seen = call._replace(key_mask=state.mask)
         spec = self._spec(known=Choices(state.order, state.sizes))
-        return self._computed(spec, seen, q, state.k, state.v)
+        return attend(BACKENDS, spec, seen, q, state.k, state.v)
 
     def inspect(
         self,

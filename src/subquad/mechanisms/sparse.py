@@ -22,8 +22,8 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from .. import checks
-from ..kernels.operator import Call
-from ..kernels.sparse import BACKENDS, Spec, choose
+from ..kernels.operator import Call, attend
+from ..kernels.sparse import BACKENDS, Spec
 from .base import Mechanism
 
 __all__ = ["Sparse"]
@@ -90,4 +90,4 @@ class Sparse(Mechanism):
         if q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
         spec = Spec(self.stride, self.summary if self.pattern == "fixed" else 0, is_causal)
-        return choose(BACKENDS, spec, call, q, k, v).attend(spec, call, q, k, v).to(v.dtype)
+        return attend(BACKENDS, spec, call, q, k, v)

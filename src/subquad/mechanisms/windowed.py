@@ -14,9 +14,8 @@ from torch import Tensor
 from .. import checks
 from ..features.precision import compute_dtype
 from ..kernels import dispatch
-from ..kernels.chunked.windows import all_finite
 from ..kernels.operator import Call
-from ..kernels.padding import Order
+from ..kernels.padding import Order, all_finite
 from ..kernels.windowed_linear import WindowedLinear
 from ..state import State
 from .base import Mechanism

@@ -240,7 +240,7 @@ class Documents(Task):
         if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share <= 1:
             raise ValueError(f"share must be a number above 0, and at most 1, got {self.share!r}")
         if self.share < 1 and not self.stretch:
-            raise ValueError(f"share={self.share} is of the stretches that a document is joined from; set stretch= too")
+            raise ValueError(f"share={self.share} needs stretch=: it is the share of stretches of its own kind")
 
     def examples(self, split: str) -> Examples:
         """Files, or letters and joined documents without end."""

@@ -6,7 +6,8 @@ it was. What was done is written into config.json when the model is saved (attac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -150,6 +151,9 @@ def convert(
     check: bool = True,
     length: int | None = None,
     positions: str | None = None,
+    candidates: Sequence[Mapping[str, Any]] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Model, ConversionReport]:
     """Replace the attention of `model`, in place, and report what it costs: (model, report).
@@ -173,9 +177,10 @@ def convert(
                  in the converted path the model must give what it gives. A layer for which it does not stays exact,
                  with the difference in the report, or raises if it was asked for by name
     positions:   "interpolate": let a SentenceTransformer with learned positions encode texts of up to `length` tokens
-    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike. Where none
-                 is named, of the choice: candidates= to choose from, resume= a file that keeps what was measured until
-                 the choice is made, progress= called with (what, how many are done, of how many)
+    candidates:  where no mechanism is named: dicts to choose from, like {"mechanism": "local", "window": 64}
+    resume:      where no mechanism is named: a file that keeps what was measured until the choice is made
+    progress:    called with (what, how many are done, of how many) while a mechanism is chosen
+    options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
 
     The exact model is what "softmax" gives. `revert(model)` undoes it, `model.save_pretrained(folder)` keeps it and
     `load(folder)` brings it back. Decoders generate with a state per converted layer in their cache afterwards, of
@@ -197,10 +202,15 @@ def convert(
     if mechanism is not None:
         if length is not None and positions is None:
             raise ValueError(
-                f"length={length} is what a mechanism is chosen for, and {mechanism!r} is named; leave one of them out"
+                f"length={length} is for choosing a mechanism, and {mechanism!r} is named; leave one of them out"
             )
+        for argument, value in (("candidates", candidates), ("resume", resume)):
+            if value is not None:
+                raise ValueError(f"{argument}= is for choosing a mechanism, and {mechanism!r} is named; leave it out")
         if error is not None:
             options = {**_with_error(mechanism, error), **options}
+    else:
+        options = {"candidates": candidates, "resume": resume, "progress": progress, **options}
     given = (mechanism, layers, calibration, 0.01 if error is None else error, check, length, options)
     if positions is None:
         with _not_compiled(model) as inner:
@@ -301,8 +311,8 @@ def _with_error(mechanism: Any, error: float) -> dict[str, Any]:
     kind: Any = MECHANISMS.get(name) if isinstance(name, str) else name
     if not (isinstance(kind, type) and issubclass(kind, Mechanism) and "error" in kind.options()):
         raise ValueError(
-            f"error={error!r} is kept where no mechanism is named, or by 'multipole'; with mechanism={mechanism!r} "
-            "leave it out, and see the report's errors"
+            f"error={error!r} applies where no mechanism is named, or to 'multipole'; mechanism={mechanism!r} has no "
+            "error target: leave it out, and see the report's errors"
         )
     return {"error": error}
 
@@ -349,7 +359,7 @@ def _choose(
 ) -> tuple[Chosen, list[Assignment]]:
     """What is chosen, of layers whose converted path is what the model does: the choice says what the whole model
     gives with all of them."""
-    from ..plan.automatic import choose
+    from ..plan.automatic import choose_mechanisms
 
     if not batches:
         raise ValueError(
@@ -363,7 +373,7 @@ def _choose(
     wrong = disagreements(model, stand_ins, trials) if trials else {}
     while True:
         layers = [replace(layer, obstacle=wrong.get(layer.index, layer.obstacle)) for layer in layers]
-        choice = choose(model, layers, batches, error=error, length=length, **options)
+        choice = choose_mechanisms(model, layers, batches, error=error, length=length, **options)
         assignments = [
             Assignment(x, one, "" if one is not None else x.obstacle or "chosen to stay exact")
             for x, one in ((layer, choice.mechanisms.get(layer.index)) for layer in layers)

@@ -42,7 +42,7 @@ from .layer_plan import LayerPlan, planned
 from .search import picks_by_price
 from .survey import Survey, in_two, survey_layers
 
-__all__ = ["Chosen", "choose", "output_error", "outputs"]
+__all__ = ["Chosen", "choose_mechanisms", "output_error", "outputs"]
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 # A choice may use up this share of the error on the batches that decide, since on others it is a little larger, and has
@@ -261,7 +261,7 @@ def _verdict(
 
 
 @torch.no_grad()
-def choose(
+def choose_mechanisms(
     model: nn.Module,
     found: Sequence[AttentionLayer],
     batches: Sequence[Any],

@@ -60,19 +60,20 @@ def default_candidates(
     features: Sequence[int] = (64, 256),
     clusters: int = 0,
     topk: int = 32,
+    multipole: bool = True,
     cross: bool = False,
 ) -> list[dict[str, Any]]:
-    """What a plan chooses from: windows alone and beside cheap or rich far fields, and features alone.
+    """What a plan chooses from: `multipole`, windows alone and beside cheap or rich far fields, and features alone.
 
     With `clusters` also improved clustered attention of that many clusters and `topk` keys each: attention that is
     sharp and far at once, which no window reaches and no affordable number of features resolves. It has no causal form.
 
     >>> [c["mechanism"] for c in default_candidates(windows=(16,), features=(64,), clusters=25)]
-    ['taylor', 'performer', 'improved-clustered', 'local', 'hybrid', 'hybrid']
+    ['taylor', 'performer', 'multipole', 'improved-clustered', 'local', 'hybrid', 'hybrid']
     """
     degree1: dict[str, Any] = {"mechanism": "taylor", "degree": 1, "center": True}
     rich: list[dict[str, Any]] = [{**SDERF, "num_features": m} for m in features]
-    found = [degree1, *rich]
+    found = [degree1, *rich, *([{"mechanism": "multipole"}] if multipole else [])]
     if clusters:
         # K-means on the queries themselves: the bits of their signs lose what sharp heads tell them apart by.
         found.append({"mechanism": "improved-clustered", "clusters": clusters, "topk": topk, "clustering": "lloyd"})

@@ -47,7 +47,7 @@ class Kept:
             try:
                 known = torch.load(self.path, weights_only=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise ValueError(f"resume={str(self.path)!r} is no file of an interrupted choice: {error}") from error
+                raise ValueError(f"resume={str(self.path)!r} is not a resume file: {error}") from error
             if isinstance(known, dict) and known.get("key") == self.key:
                 self.found = known["found"]
 

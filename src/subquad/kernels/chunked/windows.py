@@ -18,11 +18,10 @@ from torch import Tensor
 
 from ...features.base import exp_
 from ...state import Partial, finite
-from ..checkpointing import tracing
 from ..operator import refuse_second_derivatives
+from ..padding import all_finite
 
 __all__ = [
-    "all_finite",
     "banded",
     "block_size",
     "dense_partial",
@@ -43,11 +42,6 @@ def banded(rows: int, columns: int, span: int, device: torch.device) -> Tensor:
     """(rows, columns) bool: column t is inside the window of row r, r <= t <= r + span."""
     offset = torch.arange(columns, device=device) - torch.arange(rows, device=device)[:, None]
     return (offset >= 0) & (offset <= span)
-
-
-def all_finite(v: Tensor) -> bool:
-    """Whether v is known to hold no NaN and no infinity. Only a CPU can look without waiting, and no tracer can."""
-    return v.device.type == "cpu" and not tracing(v) and bool(v.detach().sum().isfinite())
 
 
 def weighted_sum(scores: Tensor, v: Tensor) -> Partial:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..kmeans import ClusterDraw, cluster, cluster_means
 from ..operator import Call
 
-__all__ = ["LOW", "Choices", "Spec", "assign", "centroid_scores", "choose", "top_keys"]
+__all__ = ["LOW", "Choices", "Spec", "assign", "centroid_scores", "make_choices", "top_keys"]
 
 # The score of a masked key: far enough below any other that its weight underflows to an exact 0, and finite, so that a
 # sequence without any real key stays finite too.
@@ -99,7 +99,7 @@ def top_keys(spec: Spec, call: Call, scores: Tensor) -> tuple[Tensor, Tensor | N
     return index, hidden | ~mask[:, None, None, :].expand_as(scores).gather(-1, index)
 
 
-def choose(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:
+def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:
     """All choices of a call, without a gradient."""
     with torch.no_grad():
         assigned = assign(spec, call, q)

@@ -15,7 +15,7 @@ from ..native.stateless import Mask, NativeBackend, Operator, write_mask
 from ..operator import Call
 from .definition import Choices, Spec
 
-__all__ = ["Native", "choose"]
+__all__ = ["Native", "make_choices"]
 
 _pointer, _long, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -42,7 +42,7 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> li
     chosen = min(topk, -(-k.shape[2] // size) * size)
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=v.device)
     assigned = torch.empty(q.shape[:3], dtype=torch.int32, device=v.device)
-    # Clusters without members choose nothing.
+    # Clusters without members make_choices nothing.
     return [out, assigned, torch.full((*q.shape[:2], clusters, chosen), -1, dtype=torch.int32, device=v.device)]
 
 
@@ -68,7 +68,7 @@ def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list
     return masks, [spec.draw.starts, spec.draw.matrix], ints, [call.scale]
 
 
-def choose(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:
+def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:
     """The choices that a native call makes, as an explicit value."""
     q, k = (x.detach().to(torch.float32) for x in (q, k))
     _, assigned, top = _operator.call_forward(q, k, k, *_arguments(spec, call), False)

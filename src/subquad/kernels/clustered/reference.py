@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...features.precision import compute_dtype
 from ..operator import Call, Oracle
-from .definition import LOW, Spec, centroid_scores, choose
+from .definition import LOW, Spec, centroid_scores, make_choices
 
 __all__ = ["Reference"]
 
@@ -23,7 +23,7 @@ class Reference(Oracle[Spec]):
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in the dtype that is computed in."""
         q, k, v = (x.to(compute_dtype(q)) for x in (q, k, v))
-        assigned, top = choose(spec, call, q, k)
+        assigned, top = make_choices(spec, call, q, k)
         weights = torch.softmax(centroid_scores(spec, call, q, k, assigned), -1)  # A_j
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         if spec.topk:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..checkpointing import tracing
-from ..operator import Backend, Call, by_name, choose
+from ..operator import Backend, Call, by_name
 from . import chunked, constant, native
 from .chunked import Chunked
 from .definition import Choices, Inspection, Spec
 from .native import Native
 from .reference import Reference
 
-__all__ = ["BACKENDS", "Choices", "Inspection", "Spec", "choose", "cluster", "constant", "inspect", "paged"]
+__all__ = ["BACKENDS", "Choices", "Inspection", "Spec", "cluster", "constant", "inspect", "paged"]
 
 _native = Native()
 BACKENDS: dict[str, Backend[Spec]] = by_name(_native, Chunked(), Reference())

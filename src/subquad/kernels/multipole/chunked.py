@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ...features.precision import compute_dtype
-from ..checkpointing import Carry, scan_chunks, tracing
+from ..checkpointing import Carry, scan_chunks
 from ..operator import Backend, Call
-from ..padding import real_keys
+from ..padding import all_finite, real_keys
 from .definition import (
     Choices,
     Inspection,
@@ -33,10 +33,6 @@ from .definition import (
 __all__ = ["Chunked", "cluster", "inspect"]
 
 ROWS = 64
-
-
-def _all_finite(*tensors: Tensor) -> bool:
-    return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def _members(spec: Spec, choices: Choices) -> tuple[Tensor, Tensor]:
@@ -200,7 +196,7 @@ class Chunked(Backend[Spec]):
         stats = statistics(spec, ranked, ranked_values, choices)
         carry = (ranked, ranked_values, *stats)
         # Looked at once, not for the values that every block gathers.
-        finite = not tracing(v) and v.device.type == "cpu" and _all_finite(ranked_values, stats.mean_value)
+        finite = all_finite(ranked_values, stats.mean_value)
         product = torch.matmul if finite else weighted
         _, out = scan_chunks(step, carry, inputs, [], call.chunk_size or ROWS)
         assert out is not None

@@ -18,10 +18,10 @@ __all__ = [
     "Constant",
     "MultipolePages",
     "Native",
-    "choose",
     "cluster",
     "inspect",
     "loaded",
+    "make_choices",
     "options_of",
     "write_options",
 ]
@@ -165,7 +165,7 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
     return Inspection(estimate[..., 0], estimate[..., 1], torch.where(limited, -keys - 1, keys), limited)
 
 
-def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
+def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
     """The choices that a native call makes, as an explicit value."""
     given = _arguments(spec, call)
     q, k, v = (x.detach().to(torch.float32) for x in (q, k, v))
@@ -182,7 +182,7 @@ def cluster(spec: Spec, call: Call, k: Tensor) -> Choices:
     """Clusters of the complete chunks of keys k (B, H, S, D); those of `spec.known` stay as they are."""
     k = k.detach().to(torch.float32)
     none = k.new_zeros((k.shape[0], k.shape[1], 0, k.shape[3]))
-    return choose(spec, call, none, k, k)._replace(selection=None)
+    return make_choices(spec, call, none, k, k)._replace(selection=None)
 
 
 class Native(NativeBackend[Spec]):

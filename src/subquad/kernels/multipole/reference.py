@@ -22,7 +22,7 @@ from .definition import (
     weighted,
 )
 
-__all__ = ["Reference", "choose"]
+__all__ = ["Reference", "make_choices"]
 
 
 def _by_rank(x: Tensor, mask: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def _by_rank(x: Tensor, mask: Tensor) -> Tensor:
     return take_per_head(x, rank_order(mask)[:, None].expand(-1, x.shape[1], -1))
 
 
-def choose(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
+def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Choices:
     """All choices of a call, those that are known as they are; made in float32, without a gradient."""
     if spec.known is not None and spec.known.selection is not None:
         return spec.known
@@ -50,7 +50,7 @@ class Reference(Oracle[Spec]):
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in the dtype that is computed in."""
         dtype = compute_dtype(q)
-        choices = choose(spec, call, q, k, v)
+        choices = make_choices(spec, call, q, k, v)
         assert choices.selection is not None
         mask = real_keys(k, call.key_mask)
         q, k, v = call.scale * q.to(dtype), _by_rank(k.to(dtype), mask), _by_rank(v.to(dtype), mask)

@@ -1,7 +1,7 @@
 """Windowed linear attention in fused C++ loops on the CPU: project, exponentiate, accumulate, all inside the cache.
 
 The chunked backend pays one pass over memory and one barrier per torch operation; here one loop per head takes 48
-tokens at a time through all steps (see csrc/README.md). Exponential maps are handed over as projections, Hadamard
+or 64 tokens at a time through all steps (see csrc/README.md). Exponential maps are handed over as projections, Hadamard
 projections matrix-free, elu + 1, relu and the products of Taylor features by name; any other map has its features
 computed by torch first.
 """

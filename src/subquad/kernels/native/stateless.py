@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..checkpointing import tracing
 from ..operator import Backend, Call, differentiable_once, refuse_forward_mode
+from ..padding import empty_output
 from . import library
 from .library import DTYPES, check_status
 from .operators import narrow, widen_all
@@ -189,7 +190,7 @@ class Operator:
     ) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
         if q.shape[2] == 0 or k.shape[2] == 0:
-            return v.new_zeros((*q.shape[:3], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
+            return empty_output(q, k, v)
         wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         transformed = torch._C._are_functorch_transforms_active()
         if not transformed and any(tracing(x) for x in (q, k, v)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..operator import Backend, by_name, choose
+from ..operator import Backend, by_name
 from .chunked import Chunked
 from .definition import Spec
 from .native import Native
 from .reference import Reference
 
-__all__ = ["BACKENDS", "Spec", "choose"]
+__all__ = ["BACKENDS", "Spec"]
 
 BACKENDS: dict[str, Backend[Spec]] = by_name(Native(), Chunked(), Reference())

@@ -66,7 +66,7 @@ class Settings:
         for name in self.mechanisms or ():
             if name not in known:
                 raise ValueError(
-                    f"mechanisms: {name!r} is not known{checks.nearest(name, known)}; expected some of {known}"
+                    f"mechanisms: {name!r} is not known; expected some of {known}{checks.nearest(name, known)}"
                 )
 
     @property
