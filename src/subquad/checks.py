@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -63,6 +63,17 @@ def check_options(where: str, given: Iterable[str], valid: Iterable[str], of_cal
             hint = f"; {close[0]} is an argument of the call: attn(q, k, v, {close[0]}=...)"
         hint = f"{hint} Valid" if hint.endswith("?") else f"{hint}; valid"
         raise TypeError(f"{where} has no option {name!r}{hint} options: {sorted(valid)}")
+
+
+def named_mechanism(argument: str, options: Mapping[str, Any]) -> str:
+    """The mechanism that a dict of options names."""
+    name = options.get("mechanism")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"{argument}={dict(options)!r} must name its mechanism, for example "
+            '{"mechanism": "performer", "num_features": 256}'
+        )
+    return name
 
 
 def check_positive(argument: str, value: object, least: int = 1) -> None:

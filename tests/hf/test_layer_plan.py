@@ -111,7 +111,7 @@ def test_a_budget_buys_accuracy(bert, monkeypatch):
 def test_clusters_serve_sharp_and_far_attention_and_come_back_after_saving(bert, tmp_path):
     given = padded_batches()
     # As many clusters as tokens: exact, so the plan must find nothing better, and the model must not change.
-    candidates = default_candidates(windows=(2,), features=(16,), clusters=64, topk=48)
+    candidates = default_candidates(windows=(2,), features=(16,), clusters=64, topk=48, multipole=False)
     plan = plan_layers(bert, given, target_error=1e-8, length=48, lengths=(48,), candidates=candidates)
     assert [g["mechanism"] for choice in plan.choices for g in choice.groups] == ["improved-clustered"] * 2
     with torch.no_grad():

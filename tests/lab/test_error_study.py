@@ -18,8 +18,10 @@ def small(**law):
 
 
 def test_every_baseline_beside_the_curves():
-    study = error_study(*small(), features=["hyperbolic"], projections=["iid", "orthogonal"], num_features=[64, 512])
-    assert [line.label for line in study.lines] == ["hyperbolic iid", "hyperbolic orthogonal"]
+    study = error_study(
+        *small(), features=["hyperbolic"], projections=["gaussian", "orthogonal"], num_features=[64, 512]
+    )
+    assert [line.label for line in study.lines] == ["hyperbolic gaussian", "hyperbolic orthogonal"]
     assert list(study.baselines) == ["uniform", "degree-1", "hermite-2", "taylor-2"]
     for line in study.lines:
         few, many = line.points
@@ -128,12 +130,14 @@ def command(*arguments):
 def test_the_error_command(tmp_path):
     target = tmp_path / "error.json"
     law = ("--length", "64", "--heads", "1", "--head-dim", "8", "--num-features", "16,32", "--draws", "2")
-    done = command("error", "taylor", "--features", "trig", "--projections", "iid,simplex", *law, "--json", str(target))
+    done = command(
+        "error", "taylor", "--features", "trig", "--projections", "gaussian,simplex", *law, "--json", str(target)
+    )
     assert done.exit_code == 0, done.output
-    for word in ("trig iid", "trig simplex", "uniform", "degree-1", "taylor-2", "M=32", "std 0.5, isotropic"):
+    for word in ("trig gaussian", "trig simplex", "uniform", "degree-1", "taylor-2", "M=32", "std 0.5, isotropic"):
         assert word in done.output
     record = json.loads(target.read_text())
-    assert [line["label"] for line in record["lines"]] == ["trig iid", "trig simplex", "taylor"]
+    assert [line["label"] for line in record["lines"]] == ["trig gaussian", "trig simplex", "taylor"]
     path = tmp_path / "x.safetensors"
     q, k = 0.3 * torch.randn(2, 1, 2, 50, 8)
     save_file({"q": q, "k": k}, path)

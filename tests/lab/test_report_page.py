@@ -131,7 +131,7 @@ def test_selectors_show_other_numbers(opened: Opened) -> None:
     expected = [s / x for s, x in zip(first["softmax"], first["linear"], strict=True)]
     assert gains["linear"] == pytest.approx(expected)
     before = opened.drawn("error-features")
-    opened.page.select_option("#figure-error-features select[data-name=by]", "iid")
+    opened.page.select_option("#figure-error-features select[data-name=by]", "gaussian")
     assert opened.drawn("error-features") != before
 
 

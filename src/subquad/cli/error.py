@@ -21,7 +21,7 @@ def error(
         str, typer.Option(help="trig, positive, hyperbolic, oprf, sderf, each with +antithetic or +center; or none.")
     ] = "trig,positive,hyperbolic,oprf,sderf",
     projections: Annotated[
-        str, typer.Option(help="iid, orthogonal, hadamard-1, hadamard-3, simplex: every one with every feature.")
+        str, typer.Option(help="gaussian, orthogonal, hadamard-1, hadamard-3, simplex: every one with every feature.")
     ] = "orthogonal",
     num_features: Annotated[str, typer.Option(help="Numbers of features M.")] = "16,32,64,128,256,512,1024",
     file: Annotated[

@@ -30,7 +30,7 @@ __all__ = ["FAMILIES", "PROJECTIONS", "SIZES", "ErrorLine", "ErrorPoint", "Error
 
 FAMILIES = ("trig", "positive", "hyperbolic", "oprf", "sderf")
 PROJECTIONS: dict[str, dict[str, Any]] = {
-    "iid": {"projection": "gaussian"},
+    "gaussian": {"projection": "gaussian"},
     "orthogonal": {"projection": "orthogonal"},
     "hadamard-1": {"projection": "hadamard", "blocks": 1},
     "hadamard-3": {"projection": "hadamard", "blocks": 3},
@@ -167,7 +167,7 @@ def error_study(
 
     v:            (B, H, S, E): study the outputs; without it the attention matrix
     features:     names of random features, with +antithetic or +center after them: "sderf+antithetic+center"
-    projections:  iid | orthogonal | hadamard-1 | hadamard-3 | simplex
+    projections:  gaussian | orthogonal | hadamard-1 | hadamard-3 | simplex
     mechanisms:   further lines: names, or {"mechanism": name, **options}; what plays the part of the number of features
                   there (window, clusters, landmarks) takes the same values, and what has none is a flat line
     calibration:  q, k that calibrated features see; None = the data itself

@@ -34,12 +34,8 @@ def _make_far(far: object, head_dim: int, heads: int | None, kv_heads: int | Non
 
     if isinstance(far, dict):
         options = dict(far)
-        name = options.pop("mechanism", None)
-        if not isinstance(name, str):
-            raise ValueError(
-                f"far={far!r} must name its mechanism, for example "
-                '{"mechanism": "performer", "features": "sderf", "num_features": 256}'
-            )
+        name = checks.named_mechanism("far", options)
+        del options["mechanism"]
         for argument, value in (("head_dim", head_dim), ("heads", heads), ("kv_heads", kv_heads)):
             given = options.pop(argument, None)
             if given is not None and value is not None and given != value:

@@ -35,12 +35,7 @@ def _check_layer_mechanism(argument: str, choice: object) -> None:
             checks.check_option(argument, choice, sorted(MECHANISMS))
         return
     if isinstance(choice, Mapping):
-        if not isinstance(choice.get("mechanism"), str):
-            raise ValueError(
-                f"{argument}={dict(choice)!r} must name its mechanism, for example "
-                '{"mechanism": "performer", "num_features": 256}'
-            )
-        _check_layer_mechanism(argument, choice["mechanism"])
+        _check_layer_mechanism(argument, checks.named_mechanism(argument, choice))
         return
     raise TypeError(
         f"{argument} must be a mechanism's name, a dict of options with 'mechanism', a Mechanism object, or a list "

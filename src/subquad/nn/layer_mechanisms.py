@@ -63,13 +63,8 @@ def make_mechanism(choice: Any, head_dim: int, heads: int, kv_heads: int | None,
     1
     """
     if isinstance(choice, Mapping):
-        inside = dict(choice)
-        name = inside.pop("mechanism", None)
-        if not isinstance(name, str):
-            raise ValueError(
-                f"mechanism={dict(choice)!r} must name its mechanism, for example "
-                '{"mechanism": "performer", "num_features": 256}'
-            )
+        name = checks.named_mechanism("mechanism", choice)
+        inside = {option: value for option, value in choice.items() if option != "mechanism"}
         return create(name, head_dim, heads, kv_heads, **{**inside, **options})
     return create(choice, head_dim, heads, kv_heads, **options)
 

@@ -47,9 +47,8 @@ def checked_candidates(given: Sequence[Any]) -> list[dict[str, Any]]:
             raise TypeError(
                 f"candidates[{number}] must be a dict like {{'mechanism': 'local', 'window': 64}}, got {one!r}"
             )
-        if "mechanism" not in one:
-            raise ValueError(f"candidates[{number}]={dict(one)!r} must name its mechanism")
-        checks.check_option(f"candidates[{number}]['mechanism']", one["mechanism"], MECHANISMS)
+        name = checks.named_mechanism(f"candidates[{number}]", one)
+        checks.check_option(f"candidates[{number}]['mechanism']", name, MECHANISMS)
     return [dict(one) for one in given]
 
 

@@ -37,7 +37,7 @@ STYLES: dict[str, Style] = {
     "oprf": ("#009e73", "#2fd1a2", "solid", "diamond"),
     "sderf": ("#5b4fc4", "#a79bff", "solid", "triangle-up"),
     # projections
-    "iid": ("#8a8f98", "#a9aeb8", "solid", "x"),
+    "gaussian": ("#8a8f98", "#a9aeb8", "solid", "x"),
     "orthogonal": ("#d55e00", "#ff8a3c", "solid", "circle"),
     "hadamard-1": ("#cc79a7", "#f0a3cb", "dash", "pentagon-open"),
     "hadamard-3": ("#0072b2", "#58b3ee", "solid", "square"),

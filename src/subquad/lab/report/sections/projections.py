@@ -27,7 +27,7 @@ __all__ = ["LOOPS", "SECTION", "WORDS", "points"]
 
 NAME = "projections"
 # The projections of `lab.errors.PROJECTIONS` in words.
-WORDS = {"iid": "independent rows", "orthogonal": "orthogonal", "hadamard-1": "Hadamard k = 1",
+WORDS = {"gaussian": "independent rows", "orthogonal": "orthogonal", "hadamard-1": "Hadamard k = 1",
          "hadamard-3": "Hadamard k = 3", "simplex": "simplex"}  # fmt: skip
 LOOPS = {"hadamard-1-loop": "Hadamard k = 1, torch butterflies", "hadamard-3-loop": "Hadamard k = 3, torch butterflies"}
 

@@ -35,7 +35,7 @@ FEATURES = {"trig": "sin/cos", "positive": "positive"}
 KINDS = {
     "published-orthogonal": "orthogonal, as published",
     "published-hadamard": "Hadamard, as published",
-    "iid": "independent rows, correct",
+    "gaussian": "independent rows, correct",
     "orthogonal": "orthogonal, correct",
     "hadamard-3": "Hadamard k = 3, correct",
 }
@@ -76,7 +76,7 @@ def _right(kind: str, **options: Any) -> Callable[[int, torch.Generator], Tensor
 _MATRICES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "published-orthogonal": _short_orthogonal,
     "published-hadamard": _summed_hadamard,
-    "iid": _right("gaussian"),
+    "gaussian": _right("gaussian"),
     "orthogonal": _right("orthogonal"),
     "hadamard-3": _right("hadamard", blocks=3),
 }
