@@ -47,7 +47,7 @@ from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import calibrated, made, sweeps, with_seed
 from subquad.planning.cost import attention_costs, clock
 from subquad.planning.piece import Piece
-from subquad.planning.planner import timed
+from subquad.planning.planner import with_times
 
 TARGET = 0.05
 FRESH = (2, 3)  # seeds
@@ -213,7 +213,7 @@ def warm(kinds: Iterable[dict[str, Any]]) -> None:
 
 def answers(kind: dict[str, Any], clock: dict[str, float]) -> dict[str, Any]:
     """What the plans of one kind say with these times, and what was right."""
-    plan = timed(restored(kind["plan"]))
+    plan = with_times(restored(kind["plan"]))
     first = plan.best or plan.exact
     fastest = min([*(tuple(s) for s in kind["cheapest"]), ("softmax", {})], key=lambda s: clock[key_of(*s)])
     took, least = clock[key_of(*without_seed(first))], clock[key_of(*fastest)]
@@ -223,7 +223,7 @@ def answers(kind: dict[str, Any], clock: dict[str, float]) -> dict[str, Any]:
         "error_over_target": error / plan.target_error, "time_over_fastest": took / least,
         "softmax_over_first": clock[key_of("softmax", {})] / took,
     }  # fmt: skip
-    others = [plan, *(timed(restored(data)) for data in kind["others"])]
+    others = [plan, *(with_times(restored(data)) for data in kind["others"])]
     at = {str(one.length): (one.best or one.exact).label for one in others if one.length in LENGTHS}
     good = found["error_over_target"] <= 1.2 and found["time_over_fastest"] <= 1.5
     return {**found, "good": good, "at": at}

@@ -12,7 +12,7 @@ from subquad.planning import candidates, cost
 from subquad.planning.answer import Choice
 from subquad.planning.candidates import CANDIDATES, Sweep
 from subquad.planning.piece import Piece
-from subquad.planning.planner import _Study, timed
+from subquad.planning.planner import _Study, with_times
 
 D = 32
 FAST = ["performer", "taylor", "hybrid", "local"]
@@ -127,7 +127,7 @@ def test_softmax_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(
         cost, "_cached", lambda keys, measure: [{64: (1.0 if "softmax" in key else 0.97,)} for key in keys]
     )
-    assert timed(nearly).best.mechanism == "softmax"  # 3 % are not worth an error
+    assert with_times(nearly).best.mechanism == "softmax"  # 3 % are not worth an error
 
 
 def test_later_tokens_count(monkeypatch):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import subquad
 from subquad import checks
-from subquad.lab.calibrated import made, options_for
+from subquad.lab.calibrated import make_calibrated, options_for
 from subquad.lab.measure import Timing, interleave, machine
 from subquad.lab.peak_memory import available_memory, peak_memories
 from subquad.lab.peers import Peer, installed_peers
@@ -151,7 +151,7 @@ class _Study:
             return lambda: uniform_attention(q, k, v, is_causal=is_causal)
         if name in self.peers:
             return self.peers[name].prepare(q, k, v, is_causal, _PEER_FEATURES)
-        attend = made(name, self.head_dim, self.heads, q.shape[2], self.seed, **self.options.get(name, {}))
+        attend = make_calibrated(name, self.head_dim, self.heads, q.shape[2], self.seed, **self.options.get(name, {}))
         return lambda: attend(q, k, v, is_causal=is_causal)
 
     def timed(self, name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Callable[[], object]:

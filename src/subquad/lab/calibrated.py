@@ -8,7 +8,7 @@ import torch
 
 import subquad
 
-__all__ = ["INPUT_STD", "made", "options_for"]
+__all__ = ["INPUT_STD", "make_calibrated", "options_for"]
 
 # Standard deviation of the queries and keys that times are measured on.
 INPUT_STD = 0.5
@@ -24,7 +24,7 @@ def options_for(name: str, *, seed: int, length: int) -> dict[str, Any]:
     return {option: value for option, value in (("seed", seed), ("length", length)) if option in known}
 
 
-def made(name: str, head_dim: int, heads: int, length: int, seed: int, **options: Any) -> subquad.Mechanism:
+def make_calibrated(name: str, head_dim: int, heads: int, length: int, seed: int, **options: Any) -> subquad.Mechanism:
     """The mechanism with these options beside `options_for`, calibrated on data of its own where it must be."""
     attend = subquad.create(name, head_dim, heads, **(options_for(name, seed=seed, length=length) | options)).eval()
     if attend.uses_calibration:

@@ -26,7 +26,7 @@ __all__ = [
     "calibrated",
     "error_keeping",
     "least_tokens",
-    "made",
+    "make_candidate",
     "sweeps",
     "with_seed",
 ]
@@ -153,7 +153,7 @@ def calibrated(attend: Mechanism, q: Tensor, k: Tensor, key_mask: Tensor | None)
     return attend
 
 
-def made(sweep: Sweep, options: Options, seed: int, q: Tensor, k: Tensor) -> Mechanism:
+def make_candidate(sweep: Sweep, options: Options, seed: int, q: Tensor, k: Tensor) -> Mechanism:
     """The mechanism with these options, for heads like these, not calibrated yet. All heads of a layer share one draw,
     which depends on the seed alone: the whole layer has the draw that is looked at here, with some of its heads."""
     if sweep.given is not None:

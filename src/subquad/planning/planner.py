@@ -27,11 +27,11 @@ from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
 from .answer import ROUNDING, WORTH, Choice, Plan, limit_of
 from .baselines import uniform_error
-from .candidates import Sweep, error_keeping, least_tokens, made, sweeps, with_seed
+from .candidates import Sweep, error_keeping, least_tokens, make_candidate, sweeps, with_seed
 from .cost import TimeEstimate, attention_costs, clock
 from .piece import Piece, check_inputs, evenly
 
-__all__ = ["plan", "timed"]
+__all__ = ["plan", "with_times"]
 
 DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer features, the more they differ
 AVERAGED = 2  # where the mean over draws counts
@@ -100,7 +100,7 @@ class _Study:
 
     def make(self, sweep: Sweep, options: dict[str, Any], draw: int) -> Mechanism:
         """The mechanism of one setting, calibrated on the data where it uses calibration."""
-        attend = made(sweep, options, self.seed + draw, self.q, self.k)
+        attend = make_candidate(sweep, options, self.seed + draw, self.q, self.k)
         if sweep.given is None:
             # The same statistics for all: gathering them costs more than many a run.
             attend.use_statistics(self.statistics)
@@ -230,7 +230,7 @@ def _unsure(exact: TimeEstimate, relative: float) -> TimeEstimate:
     return replace(exact.times(relative), low=exact.low * relative / 2, high=exact.high * relative * 2)
 
 
-def timed(plan: Plan) -> Plan:
+def with_times(plan: Plan) -> Plan:
     """A plan with the times of what meets its target, measured together or read from the table, and in their order."""
     target = limit_of(plan.target_error, plan.uniform)
     good = [choice for choice in plan.choices if choice.mechanism != "softmax" and choice.meets(target)]
@@ -272,7 +272,7 @@ def plan(
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
     seed:         of everything that is drawn; the draws to choose from have this seed and those after it
-    times:        False: errors alone, with the choices in no order; `planning.planner.timed` adds them
+    times:        False: errors alone, with the choices in no order; `planning.planner.with_times` adds them
     on_step:      called with what was just judged, how many steps are done and how many there will be; first with how
                   long it will take
 
@@ -337,7 +337,7 @@ def plan(
         rows=study.piece.count.shape[2],
         stretches=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
     )
-    return replace(timed(answer) if times else answer, seconds=time.perf_counter() - began)
+    return replace(with_times(answer) if times else answer, seconds=time.perf_counter() - began)
 
 
 def _expected(study: _Study, rows: list[Sweep]) -> float:

@@ -19,7 +19,7 @@ from ...nn.layer_mechanisms import make_mechanism, per_layer
 from .capturing import LayerSample, select_layers
 from .layers import AttentionLayer
 
-__all__ = ["Assignment", "assign", "needs_calibration", "seen_as", "without"]
+__all__ = ["Assignment", "assign", "leave_exact", "needs_calibration", "with_sample"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Assignment:
     asked: bool = False
 
 
-def seen_as(layer: AttentionLayer, sample: LayerSample | None) -> AttentionLayer:
+def with_sample(layer: AttentionLayer, sample: LayerSample | None) -> AttentionLayer:
     """The layer with the head width and numbers of heads that its tensors have, where some were captured."""
     if sample is None or not len(sample):
         return layer
@@ -133,10 +133,10 @@ def assign(
             made.append(Assignment(layer, None, "chosen to stay exact"))
             continue
         made.append(Assignment(layer, one, asked=whole or layers is not None))
-    return without({a.layer.index: reason for a in made if (reason := _obstacle(a.layer, a.mechanism))}, made)
+    return leave_exact({a.layer.index: reason for a in made if (reason := _obstacle(a.layer, a.mechanism))}, made)
 
 
-def without(reasons: Mapping[int, str], made: Sequence[Assignment]) -> list[Assignment]:
+def leave_exact(reasons: Mapping[int, str], made: Sequence[Assignment]) -> list[Assignment]:
     """The assignments with the layers of `reasons` left exact; raises where one was asked for, or none is left."""
     found = []
     for a in made:

@@ -22,7 +22,7 @@ from ..plan.candidates import SDERF
 from .attachment import attach, detach, forget, saved_config
 from .capturing import LayerSample, capture, select_layers
 from .checking import StandIn, disagreements, look
-from .choice import Assignment, assign, needs_calibration, seen_as, without
+from .choice import Assignment, assign, leave_exact, needs_calibration, with_sample
 from .interface import mechanism_of
 from .layers import AttentionLayer, known_layers
 from .placement import device_of
@@ -267,7 +267,7 @@ def _convert(
         layers, trials = look(model, layers, trials)
     elif batches and not own:
         seen = {sample.layer: sample for sample in capture(model, batches[:1])}
-        layers = [seen_as(layer, seen.get(layer.index)) for layer in layers]
+        layers = [with_sample(layer, seen.get(layer.index)) for layer in layers]
     choice: Chosen | None = None
     if mechanism is None:
         choice, assignments = _choose(model, layers, trials, batches, wanted, error, length, options)
@@ -282,7 +282,7 @@ def _convert(
     approximate = _approximate(assignments)
     if check and approximate and choice is None:
         _check_trials(model, layers, trials)
-        assignments = without(disagreements(model, approximate, trials), assignments)
+        assignments = leave_exact(disagreements(model, approximate, trials), assignments)
     _gather(model, assignments, batches)
     report = replace(_measure(model, assignments, batches), choice=choice)
     worse = {row.layer for row in report.layers if row.mechanism is not None and _far_is_worse(row)}

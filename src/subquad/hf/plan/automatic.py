@@ -37,8 +37,8 @@ from ..conversion.capturing import capture, evaluating, run
 from ..conversion.layers import AttentionLayer
 from ..conversion.placement import device_of
 from .candidates import AUTOMATIC, EXACT, checked_candidates
-from .kept import Kept
-from .layer_plan import LayerPlan, planned
+from .layer_plan import LayerPlan, make_plan
+from .resume_file import ResumeFile
 from .search import picks_by_price
 from .survey import Survey, in_two, survey_layers
 
@@ -298,7 +298,7 @@ def choose_mechanisms(
     judged = _longest(model, held, open_layers[0])
     options = [dict(one) for one in AUTOMATIC] if candidates is None else [EXACT, *checked_candidates(candidates)]
     asked = (options, longest, max_groups, draws, seed)
-    kept = Kept(resume, model, batches, asked)
+    kept = ResumeFile(resume, model, batches, asked)
     tell = progress if progress is not None else _silent
     survey = survey_layers(
         model, survey_batches, found=found, layers=open_layers, candidates=options, length=longest, lengths=LENGTHS,
@@ -316,7 +316,7 @@ def choose_mechanisms(
             for index, numbers in pick.items()
             if all(survey.layers[index].choices[int(n)]["mechanism"] == "softmax" for n in numbers)
         }
-        return planned(survey, pick, reasons, f"an output error of at most {error:g}")
+        return make_plan(survey, pick, reasons, f"an output error of at most {error:g}")
 
     def measured(made: LayerPlan) -> list[float]:
         """The error, and the one that it may be on other batches."""

@@ -31,7 +31,7 @@ from .search import search
 from .statistics import LayerStatistics
 from .survey import Survey, drawn_matrix, survey_layers
 
-__all__ = ["LayerChoice", "LayerPlan", "plan_layers", "planned"]
+__all__ = ["LayerChoice", "LayerPlan", "make_plan", "plan_layers"]
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ def plan_layers(
             why = f"inputs of {found.too_short} tokens are too short to judge any candidate for {length}"
             reasons[index] = f"{why}; give batches of at least {found.left_out[index]} tokens"
     criterion = f"an error of at most {target_error:g}" if budget is None else f"{1e3 * budget:.1f} ms at {length}"
-    return planned(found, picked, reasons, criterion)
+    return make_plan(found, picked, reasons, criterion)
 
 
-def planned(found: Survey, picked: Mapping[int, Tensor], reasons: Mapping[int, str], criterion: str) -> LayerPlan:
+def make_plan(found: Survey, picked: Mapping[int, Tensor], reasons: Mapping[int, str], criterion: str) -> LayerPlan:
     """The plan that gives each head of each layer the candidate with its number; layers in `reasons` stay exact."""
     rows = []
     for index, row in found.layers.items():

@@ -20,7 +20,7 @@ from ..conversion.capturing import LayerSample, capture
 from ..conversion.layers import AttentionLayer, known_layers
 from ..conversion.output_projections import output_weight
 from .candidates import EXACT, default_candidates, seeded, tokens_to_judge, with_causal_form
-from .kept import Kept
+from .resume_file import ResumeFile
 from .statistics import LayerStatistics, gather
 
 __all__ = ["LayerTable", "Survey", "drawn_matrix", "in_two", "survey_layers"]
@@ -124,7 +124,7 @@ def survey_layers(
     draws: int = 1,
     seed: int = 0,
     judged: int | None = None,
-    kept: Kept | None = None,
+    kept: ResumeFile | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Survey:
     """Run every candidate on what the layers of `model` see; see `plan_layers` for the arguments.

@@ -18,11 +18,11 @@ from .definition import (
     Inspection,
     Spec,
     Statistics,
-    chosen,
     cluster_keys,
     expected_error,
     log_masses,
     rank_order,
+    select_clusters,
     sight,
     slot_of_members,
     statistics,
@@ -89,7 +89,7 @@ def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspecti
     choices = cluster_keys(spec, keys, mask)
     stats = statistics(spec, keys, values, choices)
     seen = sight(spec, mask, q.shape[2])
-    selection, limited = chosen(spec, q, stats, seen.chunks)
+    selection, limited = select_clusters(spec, q, stats, seen.chunks)
     groups = q.shape[1] // k.shape[1]
     mass = log_masses(spec, q, stats, seen.chunks).masked_fill(selection, float("-inf"))
     # The log normaliser: clusters, and every key that is evaluated.
@@ -158,7 +158,9 @@ class Chunked(Backend[Spec]):
             logits = [near]
             if chunks:
                 with torch.no_grad():
-                    selection = given[0] if given else chosen(spec, q.to(torch.float32), rounded, chunk_count)[0]
+                    selection = (
+                        given[0] if given else select_clusters(spec, q.to(torch.float32), rounded, chunk_count)[0]
+                    )
                 far = log_masses(spec, q, stats, chunk_count)
                 logits.append(far.masked_fill(selection, float("-inf")))
                 if owner is None:

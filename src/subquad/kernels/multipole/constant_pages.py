@@ -15,7 +15,7 @@ from ..native.stateless import empty_floats, zero_floats
 from ..operator import Call
 from .constant import Bounded, Far, Memory, empty
 from .definition import Choices, Spec
-from .native import Constant, MultipolePages, loaded
+from .native import Constant, MultipolePages, load_library
 from .pages import Pages, Store, empty_tail, fill_tail
 
 __all__ = ["ConstantPages", "begin_constant"]
@@ -65,10 +65,10 @@ class ConstantPages(Pages):
         jobs = (ctypes.c_int64 * len(rows))(*rows)
         call.pages.jobs, call.pages.rows = len(rows), ctypes.addressof(jobs)
         if not statistics.numel():
-            size = loaded().subquad_multipole_statistics(ctypes.byref(call.pages))
+            size = load_library().subquad_multipole_statistics(ctypes.byref(call.pages))
             statistics = zero_floats(len(self.held), self.heads, size)
         call.pages.statistics = statistics.data_ptr()
-        check_status(getattr(loaded(), f"subquad_multipole_{what}")(ctypes.byref(call)))
+        check_status(getattr(load_library(), f"subquad_multipole_{what}")(ctypes.byref(call)))
         del alive
         return statistics
 

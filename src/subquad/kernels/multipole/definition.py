@@ -42,11 +42,11 @@ __all__ = [
     "Sight",
     "Spec",
     "Statistics",
-    "chosen",
     "cluster_keys",
     "expected_error",
     "log_masses",
     "rank_order",
+    "select_clusters",
     "sight",
     "slot_of_members",
     "statistics",
@@ -317,7 +317,7 @@ def _most_keys(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> Tens
     return torch.where(order > SHARP, sharp.unsqueeze(1), blunt.unsqueeze(1))
 
 
-def chosen(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Tensor, Tensor]:
+def select_clusters(spec: Spec, q: Tensor, stats: Statistics, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """Clusters that queries q (multiplied by the scale) evaluate key by key: (B, Hq, L, N) bool.
 
     And (B, Hq, L) bool: `error` was asked for and `exact_keys` kept it from being reached.

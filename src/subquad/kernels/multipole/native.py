@@ -20,7 +20,7 @@ __all__ = [
     "Native",
     "cluster",
     "inspect",
-    "loaded",
+    "load_library",
     "make_choices",
     "options_of",
     "write_options",
@@ -123,7 +123,7 @@ _operator = Operator("multipole", Multipole, _results, _fill)
 _checked: dict[str, bool] = {}
 
 
-def loaded() -> Any:
+def load_library() -> Any:
     """The library, after a look at whether its structures are ours."""
     found = _operator.library()
     if not _checked:
@@ -149,7 +149,7 @@ def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list
 
 def _run(call: Any) -> None:
     if call.batch:  # of nothing there is nothing to allocate, which the library would take for a failure
-        check_status(loaded().subquad_multipole_forward(ctypes.byref(call)))
+        check_status(load_library().subquad_multipole_forward(ctypes.byref(call)))
 
 
 def inspect(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Inspection:

@@ -25,7 +25,7 @@ from ..native.library import check_status
 from ..native.stateless import empty_floats, write_shape, write_tensors, zero_floats
 from ..operator import Call
 from .definition import Choices, Spec
-from .native import MultipolePages, loaded, options_of, write_options
+from .native import MultipolePages, load_library, options_of, write_options
 
 __all__ = ["Pages", "Store", "Tail", "begin", "empty_tail", "fill_tail"]
 
@@ -161,7 +161,7 @@ class Pages:
             )
             if out is not None:
                 write_tensors(call.call, out=out[:, :, start:end])
-            check_status(loaded().subquad_multipole_step(ctypes.byref(call)))
+            check_status(load_library().subquad_multipole_step(ctypes.byref(call)))
             del alive
             after = replace(after, held=tuple(n + m for n, m in zip(after.held, new, strict=True)))
         return out, after
@@ -174,7 +174,7 @@ class Pages:
         out = torch.empty((*q.shape[:3], self.width), dtype=self.dtype)
         call, alive = seen._call(self.spec._replace(causal=False), q, none, none, NO_MASK)
         write_tensors(call.call, out=out)
-        check_status(loaded().subquad_multipole_step(ctypes.byref(call)))
+        check_status(load_library().subquad_multipole_step(ctypes.byref(call)))
         del alive
         return out
 
@@ -223,7 +223,7 @@ class Pages:
         jobs = (ctypes.c_int64 * len(rows))(*rows)
         call.jobs, call.rows = len(rows), ctypes.addressof(jobs)
         call.call.order, call.call.sizes = order.data_ptr(), sizes.data_ptr()
-        check_status(loaded().subquad_multipole_cluster(ctypes.byref(call)))
+        check_status(load_library().subquad_multipole_cluster(ctypes.byref(call)))
         for i, b in enumerate(rows):
             n = self.chunks[b]
             if known is not None and n < known.order.shape[2] and known.sizes[b, :, n].any():
@@ -243,7 +243,7 @@ class Pages:
         ]
         store = self._store_for(rows, call, made)
         call.capacity, call.statistics = store.capacity, store.statistics.data_ptr()
-        check_status(loaded().subquad_multipole_page(ctypes.byref(call)))
+        check_status(load_library().subquad_multipole_page(ctypes.byref(call)))
         del alive
         left = tuple(0 if b in rows else n for b, n in enumerate(self.held))
         chunks = tuple(n + (b in rows) for b, n in enumerate(self.chunks))
@@ -262,10 +262,10 @@ class Pages:
         capacity = old.capacity if most <= old.capacity else 2 * old.capacity
         grown = MultipolePages.from_buffer_copy(call)
         grown.capacity = capacity
-        size = loaded().subquad_multipole_statistics(ctypes.byref(grown))
+        size = load_library().subquad_multipole_statistics(ctypes.byref(grown))
         statistics = zero_floats(*old.statistics.shape[:2], size)
         grown.statistics = statistics.data_ptr()
-        check_status(loaded().subquad_multipole_grow(ctypes.byref(call), ctypes.byref(grown)))
+        check_status(load_library().subquad_multipole_grow(ctypes.byref(call), ctypes.byref(grown)))
         for b, page in zip(rows, made, strict=True):
             pages[b].append(page)
         return Store(statistics, capacity, pages)
@@ -324,7 +324,7 @@ class Pages:
 
 
 def _lanes() -> int:
-    return int(loaded().subquad_multipole_lanes())
+    return int(load_library().subquad_multipole_lanes())
 
 
 def fill_tail(tail: Tail, b: int, held: int, keys: Tensor, values: Tensor) -> None:
@@ -365,6 +365,6 @@ def begin(spec: Spec, call: Call, k: Tensor, v: Tensor) -> Pages:
         *((0,) * batch, tail, (0,) * batch),
     )
     size, alive = made._call(spec, k[:, :, :0], k[:, :, :0], v[:, :, :0], NO_MASK)
-    made.store.statistics = zero_floats(batch, heads, loaded().subquad_multipole_statistics(ctypes.byref(size)))
+    made.store.statistics = zero_floats(batch, heads, load_library().subquad_multipole_statistics(ctypes.byref(size)))
     del alive
     return made

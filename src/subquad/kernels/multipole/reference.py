@@ -11,10 +11,10 @@ from ..padding import real_keys
 from .definition import (
     Choices,
     Spec,
-    chosen,
     cluster_keys,
     log_masses,
     rank_order,
+    select_clusters,
     sight,
     slot_of_members,
     statistics,
@@ -40,7 +40,7 @@ def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Cho
         k32, v32 = _by_rank(k32, mask), _by_rank(v32, mask)
         made = cluster_keys(spec, k32, mask)
         seen = sight(spec, mask, q.shape[2])
-        selection, _ = chosen(spec, call.scale * q32, statistics(spec, k32, v32, made), seen.chunks)
+        selection, _ = select_clusters(spec, call.scale * q32, statistics(spec, k32, v32, made), seen.chunks)
     return made._replace(selection=selection)
 
 

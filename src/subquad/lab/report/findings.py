@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from .formatting import crossing, milliseconds
 from .notebook import Notebook
 from .sections import generation, speed, use
 from .sections.machine import gemm_rate
 from .settings import Settings
-from .words import crossing, milliseconds
 
 __all__ = ["findings", "headline", "star"]
 

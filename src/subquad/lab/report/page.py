@@ -10,13 +10,13 @@ from typing import Any
 
 from .figure import Figure
 from .findings import headline, star
+from .formatting import crossing as crossing_words
+from .formatting import milliseconds, times
 from .load import warnings
 from .notebook import Notebook
 from .section import Rows, Section
 from .settings import NO_ATTENTION, Settings
 from .style import order, style_of
-from .words import crossing as crossing_words
-from .words import milliseconds, times
 
 __all__ = ["page"]
 

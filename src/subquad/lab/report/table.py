@@ -9,12 +9,12 @@ from typing import Any
 from subquad.plain_text import aligned
 
 from .findings import headline
+from .formatting import crossing, milliseconds
 from .kinds import KINDS
 from .load import warnings
 from .notebook import Notebook
 from .sections import memory, speed, use
 from .settings import NO_ATTENTION, Settings
-from .words import crossing, milliseconds
 
 __all__ = ["terminal_table"]
 

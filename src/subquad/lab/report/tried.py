@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import subquad
-from subquad.lab.calibrated import made, options_for
+from subquad.lab.calibrated import make_calibrated, options_for
 from subquad.planning.answer import setting_in_words
 from subquad.planning.candidates import CANDIDATES, with_seed
 
@@ -63,4 +63,4 @@ def make(tried: Tried, head_dim: int, heads: int, length: int, seed: int) -> sub
     own = with_seed(tried.mechanism, tried.options, seed) if tried.options else {}
     for name in options_for(tried.mechanism, seed=seed, length=length):
         own.pop(name, None)  # `made` has it already
-    return made(tried.mechanism, head_dim, heads, length, seed, **own)
+    return make_calibrated(tried.mechanism, head_dim, heads, length, seed, **own)

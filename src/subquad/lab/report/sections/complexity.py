@@ -10,10 +10,10 @@ import html
 
 import subquad
 
+from ..formatting import dot
 from ..notebook import Notebook
 from ..section import Section
 from ..settings import Settings
-from ..words import dot
 
 __all__ = ["SECTION"]
 

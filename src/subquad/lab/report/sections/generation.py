@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 import subquad
-from subquad.lab.calibrated import made
+from subquad.lab.calibrated import make_calibrated
 from subquad.lab.measure import interleave
 from subquad.mechanisms import Kernelised
 from subquad.plain_text import first_line
 from subquad.state import state_bytes
 
 from ..figure import Figure, Line
+from ..formatting import megabytes, milliseconds
 from ..notebook import Notebook
 from ..running import SPEED, Clock, Job, too_long
 from ..section import Section
 from ..settings import Settings
-from ..words import megabytes, milliseconds
 
 __all__ = ["SECTION", "points"]
 
@@ -49,7 +49,7 @@ def _measure(settings: Settings, notebook: Notebook, context: int, names: list[s
             continue
         start = time.perf_counter()
         try:
-            attend = made(name, settings.head_dim, settings.heads, context, settings.seed)
+            attend = make_calibrated(name, settings.head_dim, settings.heads, context, settings.seed)
             # The quadratic way to a cache would take minutes; a cache is just all keys and values.
             absorbs = name == "softmax" or isinstance(attend, Kernelised)
             state = attend.absorb(k, v) if absorbs else attend.scan(q, k, v)[1]

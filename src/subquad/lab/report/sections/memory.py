@@ -12,11 +12,11 @@ from subquad.lab.calibrated import options_for
 from subquad.lab.peak_memory import peak_memories
 
 from ..figure import Figure, Line, only_measured
+from ..formatting import megabytes
 from ..notebook import Notebook
 from ..running import REST, Clock, Job
 from ..section import Section
 from ..settings import NO_ATTENTION, Settings
-from ..words import megabytes
 from .speed import PASS, attention_bytes
 
 __all__ = ["SECTION", "points"]

@@ -25,11 +25,11 @@ from subquad.planning.piece import Piece
 from subquad.planning.planner import plan
 
 from ..figure import Figure, Line
+from ..formatting import dot
 from ..notebook import Notebook
 from ..running import ERRORS, Clock, Job
 from ..section import Section
 from ..settings import Settings
-from ..words import dot
 
 __all__ = ["TEXT", "Captured", "Layer", "captured", "layers", "section", "shipped", "source"]
 

@@ -17,11 +17,11 @@ from subquad.lab.errors import PROJECTIONS
 from subquad.lab.measure import interleave
 
 from ..figure import Figure, Line, Selector
+from ..formatting import milliseconds
 from ..notebook import Notebook
 from ..running import REST, Clock, Job
 from ..section import Section
 from ..settings import Settings
-from ..words import milliseconds
 
 __all__ = ["LOOPS", "SECTION", "WORDS", "points"]
 

@@ -23,12 +23,12 @@ from subquad.plain_text import first_line
 from subquad.planning.crossover import faster_from
 
 from ..figure import Figure, Line, Selector, only_measured
+from ..formatting import crossing, dot, milliseconds, times
 from ..notebook import Notebook
 from ..running import FIRST, SPEED, Clock, Job, too_long
 from ..section import Section
 from ..settings import NO_ATTENTION, Settings
 from ..tried import Tried, candidates, defaults, make
-from ..words import crossing, dot, milliseconds, times
 from .machine import gemm_rate
 
 __all__ = ["FORMS", "PASS", "SECTION", "attention_bytes", "cells", "crossovers", "operations", "points"]

@@ -25,13 +25,13 @@ from subquad.planning.cost import time_at
 from subquad.planning.piece import Piece
 
 from ..figure import Figure, Line, Selector
+from ..formatting import dot, milliseconds, times
 from ..kinds import KINDS, sample
 from ..notebook import Notebook
 from ..running import FIRST, Clock, Job
 from ..section import Section
 from ..settings import Settings
 from ..tried import candidates
-from ..words import dot, milliseconds, times
 from . import speed
 
 __all__ = ["SECTION", "recommend", "tried"]

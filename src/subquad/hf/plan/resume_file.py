@@ -19,18 +19,18 @@ from torch import nn
 from ..._version import __version__
 from ...files import fingerprint, replacing
 
-__all__ = ["Kept"]
+__all__ = ["ResumeFile"]
 
 T = TypeVar("T")
 
 
-class Kept:
+class ResumeFile:
     """Results by name. Without a path nothing is kept.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for _ in range(2):
-    ...         kept = Kept(Path(folder) / "results", torch.nn.Identity(), [], "what was asked")
+    ...         kept = ResumeFile(Path(folder) / "results", torch.nn.Identity(), [], "what was asked")
     ...         found = kept.get("answer", lambda: print("computed") or 42)
     computed
     """
