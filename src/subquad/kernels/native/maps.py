@@ -38,7 +38,7 @@ NO_MAP = NativeMap(MapArrays(function="none"), bytes(PACKED_SIZE), bytes(PACKED_
 
 
 def fused(feature_map: FeatureMap) -> bool:
-    """Whether the kernels compute this map themselves, so that no (L, M) features are ever stored.
+    """Whether the kernels compute this map, or exponentiate what torch computed of it.
 
     Parameters that want a gradient are for the chunked backend: it differentiates the map chunk by chunk.
     """
@@ -82,8 +82,10 @@ def _native_map(feature_map: FeatureMap, scale: float) -> NativeMap | None:
         kept = _cache.get(feature_map)
         if kept is not None and kept.valid(scale):
             return kept.found
-    fused = isinstance(feature_map, (ExponentialFeatures, GeneralisedFeatures, ElementwiseFeatures))
-    if not fused or any(p.requires_grad for p in feature_map.parameters()):
+    # These are no projections: said here, since a decode step has no time to find out.
+    if isinstance(feature_map, LogFeatures | PolynomialFeatures):
+        return None
+    if any(p.requires_grad for p in feature_map.parameters()):
         return None
     tensors = list(feature_map.buffers())
     if traced or list(feature_map.parameters()) or any(b.is_inference() or type(b) is not Tensor for b in tensors):
