@@ -147,6 +147,9 @@ def leave_exact(reasons: Mapping[int, str], made: Sequence[Assignment]) -> list[
             raise ValueError(f"{_where(a.layer)} cannot be converted to {name!r}: {reason}. Leave it out of layers=")
         found.append(Assignment(a.layer, None, reason) if reason else a)
     if not any(assignment.mechanism is not None for assignment in found):
-        reasons_given = "; ".join(dict.fromkeys(f"{_where(a.layer)}: {a.reason}" for a in found[:4]))
-        raise ValueError(f"no layer is left to convert: {reasons_given}")
+        layers: dict[str, list[str]] = {}
+        for a in found:
+            layers.setdefault(a.reason, []).append(str(a.layer.index))
+        given = "; ".join(f"layers {', '.join(numbers)}: {reason}" for reason, numbers in layers.items())
+        raise ValueError(f"no layer is left to convert: {given}")
     return found
