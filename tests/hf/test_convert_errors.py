@@ -200,9 +200,9 @@ def test_weights_that_are_never_formed_are_not_promised() -> None:
 
 def test_an_error_or_length_that_nobody_would_keep(model: Any) -> None:
     for mechanism in ("local", {"mechanism": "performer"}, ["linear"] * 3):
-        with pytest.raises(ValueError, match=r"error=0\.1 is kept where no mechanism is named, or by 'multipole'"):
+        with pytest.raises(ValueError, match=r"error=0\.1 applies where no mechanism is named, or to 'multipole'"):
             convert(model, mechanism, error=0.1)
-    with pytest.raises(ValueError, match="length=64 is what a mechanism is chosen for, and 'linear' is named"):
+    with pytest.raises(ValueError, match="length=64 is for choosing a mechanism, and 'linear' is named"):
         convert(model, "linear", length=64)
 
 
