@@ -44,7 +44,7 @@ from subquad.files import write_text
 from subquad.lab import interleave, machine, write_json
 from subquad.planning.answer import Choice, Plan, limit_of
 from subquad.planning.baselines import uniform_error
-from subquad.planning.candidates import calibrated, made, sweeps, with_seed
+from subquad.planning.candidates import calibrated, make_candidate, sweeps, with_seed
 from subquad.planning.cost import attention_costs, clock
 from subquad.planning.piece import Piece
 from subquad.planning.planner import with_times
@@ -115,7 +115,7 @@ class Errors:
         key = key_of(sweep.mechanism, options)
         if key not in self.found:
             q, k, _ = self.sample
-            attend = calibrated(made(sweep, options, 1000, q, k), q, k, None)
+            attend = calibrated(make_candidate(sweep, options, 1000, q, k), q, k, None)
             start = clock()
             error = self.pieces[0].error(attend)
             seconds = clock() - start

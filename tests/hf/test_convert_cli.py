@@ -366,7 +366,7 @@ def test_the_least_that_can_be_typed_is_multipole(tmp_path: Path, ids: Path) -> 
     assert [(one.name, one.error) for one in found if one is not None] == [("multipole", 0.02)] * 3
     for arguments, message in (
         (["--text", ids, "--mechanism", "local"], "--text chooses the mechanisms, and --mechanism"),
-        (["--mechanism", "local", "--error", "0.1"], "error=0.1 is kept where no mechanism is named"),
+        (["--mechanism", "local", "--error", "0.1"], "error=0.1 applies where no mechanism is named"),
         (["--length", "64"], "--length 64 is what mechanisms are chosen for, with --text"),
     ):
         ran = invoke(model, *arguments, "--no-speed", "--out", tmp_path / "other")

@@ -295,7 +295,7 @@ def test_joined_documents_refuse_what_cannot_be(tmp_path: Path) -> None:
             Documents(data=data, stretch=32)
     with pytest.raises(ValueError, match="length=100 must be a multiple of stretch=64"):
         Documents(data=str(tmp_path), length=100, stretch=64)
-    with pytest.raises(ValueError, match=r"share=0\.5 is of the stretches"):
+    with pytest.raises(ValueError, match=r"share=0\.5 needs stretch="):
         Documents(data=str(tmp_path), share=0.5)
     with pytest.raises(ValueError, match="share must be a number above 0, and at most 1, got 0"):
         Documents(data=str(tmp_path), stretch=64, length=64, share=0)
