@@ -147,8 +147,8 @@ def test_a_choice_is_about_the_layers_that_are_converted(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("subquad.hf.plan.survey._layer_times", times)
     batches = [text(seed=seed) for seed in range(4)]
-    window = [{"mechanism": "local", "window": 1}]
-    model, report = convert(make("llama"), calibration=batches, error=0.9, length=8192, candidates=window)
+    candidates = [{"mechanism": "taylor"}]
+    model, report = convert(make("llama"), calibration=batches, error=0.9, length=8192, candidates=candidates)
     assert report.choice is not None and report.converted == [0, 2] and "differs by" in report.layers[1].reason
     assert [index for index, one in report.choice.mechanisms.items() if one is not None] == [0, 2]
     found = output_error(outputs(model, batches[3:]), outputs(make("llama"), batches[3:]))
