@@ -142,13 +142,13 @@ def test_a_choice_is_about_the_layers_that_are_converted(monkeypatch: pytest.Mon
     monkeypatch.setattr(Converted, "_without_cache", wrong)
 
     def times(choices: Any, shape: Any, causal: bool, lengths: Any) -> Any:
-        rows = [[1e-8 * n * n if c["mechanism"] == "softmax" else 1e-6 * n for n in lengths] for c in choices]
-        return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-8 * n * n for n in lengths]
+        rows = [[1e-2 * n * n if c["mechanism"] == "softmax" else 1e-3 * n for n in lengths] for c in choices]
+        return torch.tensor(rows, dtype=torch.float64), [shape[2] * 1e-2 * n * n for n in lengths]
 
     monkeypatch.setattr("subquad.hf.plan.survey._layer_times", times)
     batches = [text(seed=seed) for seed in range(4)]
-    candidates = [{"mechanism": "taylor"}]
-    model, report = convert(make("llama"), calibration=batches, error=0.9, length=8192, candidates=candidates)
+    window = [{"mechanism": "local", "window": 8}]  # the batches have 12 tokens, enough to judge it for 20
+    model, report = convert(make("llama"), calibration=batches, error=0.9, length=20, candidates=window)
     assert report.choice is not None and report.converted == [0, 2] and "differs by" in report.layers[1].reason
     assert [index for index, one in report.choice.mechanisms.items() if one is not None] == [0, 2]
     found = output_error(outputs(model, batches[3:]), outputs(make("llama"), batches[3:]))
