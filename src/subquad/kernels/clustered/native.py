@@ -42,7 +42,7 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> li
     chosen = min(topk, -(-k.shape[2] // size) * size)
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=v.dtype, device=v.device)
     assigned = torch.empty(q.shape[:3], dtype=torch.int32, device=v.device)
-    # Clusters without members make_choices nothing.
+    # Clusters without members choose nothing.
     return [out, assigned, torch.full((*q.shape[:2], clusters, chosen), -1, dtype=torch.int32, device=v.device)]
 
 
