@@ -64,7 +64,8 @@ def main() -> None:
         "rounded": "to 8 bits, one scale per head and coordinate",
         "heads": heads,
     }
-    pack(*(torch.stack(x) for x in zip(*chosen, strict=True)), about)
+    q, k, v = (torch.stack(x) for x in zip(*chosen, strict=True))
+    pack(q, k, v, about)
     print(heads)
 
 

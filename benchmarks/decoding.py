@@ -89,8 +89,8 @@ def times(contexts: list[int], steps: int, factor: float) -> list[dict[str, Any]
                 found[name].append(seconds)
         exact_ms = 1e3 * statistics.median(found["SDPA"])
         carried = {"SDPA": 2 * k.nbytes, **{name: state.nbytes for name, state in states.items()}}
-        for name, seconds in found.items():
-            ms = sorted(1e3 * x for x in seconds)
+        for name, times in found.items():
+            ms = sorted(1e3 * x for x in times)
             middle, mean = statistics.median(ms), statistics.fmean(ms)
             row = {"context": context, "kind": name, "median_ms": middle, "mean_ms": mean,
                    "p99_ms": ms[int(0.99 * len(ms))], "max_ms": ms[-1], "bytes": carried[name],

@@ -142,7 +142,7 @@ def draw(record: dict[str, Any], file: Path) -> None:
     )
     shown = [line for line in LINES if line != "softmax"]
     # Two shades of each hue, red left out for the thick line.
-    hues = [plt.get_cmap("tab20").colors[2 * i + shade] for shade in (0, 1) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)]
+    hues = [plt.get_cmap("tab20")(2 * i + shade) for shade in (0, 1) for i in (0, 1, 2, 4, 5, 6, 7, 8, 9)]
     style = {
         line: {"color": hues[i], "marker": "osD^vP*X"[i % 8], "markersize": 5, "linewidth": 1.2}
         for i, line in enumerate(shown)

@@ -100,13 +100,13 @@ def decode(rounds: int, save: Callable[[dict[str, Any]], None]) -> None:
     performer = sq.create("performer", 64, num_features=FEATURES, seed=0)
     for batch in (1, 16):
         x = torch.randn(3, batch, HEADS, 300, 64).unbind(0)
-        token = [part[:, :, :1].contiguous() for part in x]
+        q, k, v = (part[:, :, :1].contiguous() for part in x)
         with torch.inference_mode():
             states = {name: m.scan(*x)[1] for name, m in (("hybrid", hybrid), ("performer", performer))}
             calls: dict[str, Callable[[], object]] = {
-                "hybrid": lambda: hybrid.scan(*token, states["hybrid"]),  # noqa: B023
-                "torch": lambda: hybrid.scan(*token, states["hybrid"], backend="chunked"),  # noqa: B023
-                "performer": lambda: performer.scan(*token, states["performer"]),  # noqa: B023
+                "hybrid": lambda: hybrid.scan(q, k, v, states["hybrid"]),  # noqa: B023
+                "torch": lambda: hybrid.scan(q, k, v, states["hybrid"], backend="chunked"),  # noqa: B023
+                "performer": lambda: performer.scan(q, k, v, states["performer"]),  # noqa: B023
             }
             seconds = best(calls, rounds * 50)
         row = {"batch": batch, **{f"{name}_us": value * 1e6 for name, value in seconds.items()}}

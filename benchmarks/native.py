@@ -29,18 +29,19 @@ from torch import Tensor
 from subquad.features.base import FeatureMap
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures
-from subquad.kernels.dispatch import BACKENDS
-from subquad.kernels.map_arrays import NOTHING
-from subquad.kernels.native import library, operators, pool
-from subquad.kernels.native.calls import NO_MASK, NO_PLACES
-from subquad.kernels.native.maps import map_inputs
+from subquad.kernels.native import library, pool
 from subquad.kernels.operator import Call
-from subquad.kernels.windowed_linear import WindowedLinear
+from subquad.kernels.windowed_linear import BACKENDS, WindowedLinear
+from subquad.kernels.windowed_linear.map_arrays import MapArrays
+from subquad.kernels.windowed_linear.native.maps import NativeMap, map_inputs
+from subquad.kernels.windowed_linear.native.operator import Batched, Inputs, Options, make_call, write
+from subquad.kernels.windowed_linear.native.operator import attention as operator
 from subquad.state import State
 
 Results = dict[str, Any]
 native, chunked = BACKENDS["native"], BACKENDS["chunked"]
 HEADS, FEATURES = 8, 256
+IDENTITY = NativeMap(MapArrays())
 STEPS = 10  # of decoding, one after the other
 
 
@@ -76,10 +77,9 @@ def attention(backend: Any, phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, ca
 
 def library_call(phi: FeatureMap, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
     """Linear attention as the library sees it."""
-    found, q, k = map_inputs(phi, q, k, q.shape[-1] ** -0.5, products=True)
-    masks = [NO_MASK, NO_MASK, NO_PLACES]
-    options = (*found.map[:5], 1.0, -1, 0, causal, True, True)
-    return operators.make_call(q, k, v, [], [], [], masks, NOTHING, *options, maps=found.packed)
+    found, q, k = map_inputs(phi, q, k, q.shape[-1] ** -0.5)
+    options = Options(*found.options, 1.0, -1, 0, causal=causal, normalise=True, tail=True)
+    return make_call(Inputs(q, k, v), Batched(), found.map.arrays, options, found.packed)
 
 
 def trained(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
@@ -243,8 +243,9 @@ def library_steps(phi: FeatureMap, token: list[Tensor], state: State, layers: in
         there, back = ([x.contiguous().clone() for x in state.far] for _ in range(2))
         kept += [there, back]
         for before, after in ((there, back), (back, there)):
-            call = library_call(phi, *token, True)
-            operators.write(call, "out", out)
+            q, k, v = token
+            call = library_call(phi, q, k, v, True)
+            write(call, "out", out)
             call.s_in, call.z_in, call.c_in = (x.data_ptr() for x in before)
             call.s_out, call.z_out, call.c_out = (x.data_ptr() for x in after)
             call.non_temporal = layers * sum(x.nbytes for x in there) > pool.LAST_CACHE
@@ -254,7 +255,7 @@ def library_steps(phi: FeatureMap, token: list[Tensor], state: State, layers: in
     def run(kept: Any = (kept, out, token)) -> None:
         for step in range(STEPS):
             for layer in range(layers):
-                operators.check_status(loaded.subquad_step(ctypes.byref(calls[2 * layer + step % 2])))
+                library.check_status(loaded.subquad_step(ctypes.byref(calls[2 * layer + step % 2])))
 
     return run
 
@@ -270,9 +271,10 @@ def taylor(length: int, repeats: int) -> list[Results]:
         for causal in (False, True):
 
             def stored(q: Tensor = q, k: Tensor = k, v: Tensor = v, causal: bool = causal, phi: Any = phi) -> object:
-                found, features_q, features_k = map_inputs(phi, q, k, q.shape[-1] ** -0.5, products=False)
-                tensors = (features_q, features_k, v, [], [], [], [NO_MASK, NO_MASK, NO_PLACES], NOTHING)
-                return operators.call_forward(*tensors, *found.map[:5], 1.0, -1, 0, causal, True, False, keep=False)
+                scale = q.shape[-1] ** -0.5
+                inputs = Inputs(phi.queries(q, scale).values, phi.keys(k, scale).values, v)
+                options = Options(*IDENTITY.options, 1.0, -1, 0, causal=causal, normalise=True, tail=False)
+                return operator(inputs, Batched(), IDENTITY.map.arrays, *options.encoded())
 
             runs: dict[str, Callable[[], object]] = {
                 "products": partial(attention, native, phi, q, k, v, causal),

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from subquad.features.random import ExponentialFeatures
-from subquad.kernels.dispatch import BACKENDS
 from subquad.kernels.native import library
 from subquad.kernels.operator import Call
-from subquad.kernels.windowed_linear import WindowedLinear
+from subquad.kernels.windowed_linear import BACKENDS, WindowedLinear
 from subquad.lab import machine, write_json
 
 

@@ -123,7 +123,7 @@ bool wants_pairs(const SqCall& p) {
 #define SQ_API extern "C" __attribute__((visibility("default")))
 
 // The version of the structures in every call.h; Python refuses a library of another one.
-SQ_API int64_t subquad_abi() { return 9; }
+SQ_API int64_t subquad_abi() { return 10; }
 SQ_API int64_t subquad_call_size() { return sizeof(SqCall); }
 SQ_API int64_t subquad_multipole_size() { return sizeof(SqMultipole); }
 SQ_API int64_t subquad_clustered_size() { return sizeof(SqClustered); }

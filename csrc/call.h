@@ -75,7 +75,7 @@ struct SqCall {
   const uint8_t* near_mask;  // (B, past + L), nonzero = has a weight in the window (real, and no sink); null = all
   int64_t near_batch, near_token;
   const int64_t* sink_place;  // (B, sinks): token of k at which a sink stands, negative if before all, or SQ_NOWHERE
-  const float* gain;          // (Hq): added to the log of far weights, or null
+  const float* gain;          // (B, Hq): added to the log of far weights, or null
   float* gain_grad;           // (B, Hq), or null
   float* stats;               // (B, Hq, L, 2): log shift of the row, and 1 / its normaliser
   int64_t near_dim, sinks, window, past;

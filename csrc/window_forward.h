@@ -70,7 +70,7 @@ static Walk take_walk(Arena& arena, const SqCall& pr, long lds) {
 }
 
 SQ_INLINE float gain_of(const SqCall& pr, const Head& hd, long g) {
-  return pr.gain ? pr.gain[hd.h * hd.groups + g] : 0.0f;
+  return pr.gain ? pr.gain[hd.b * pr.heads_q + hd.h * hd.groups + g] : 0.0f;
 }
 
 // True when splitting a chunk cannot help: a NaN in the state reaches every row.

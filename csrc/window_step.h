@@ -165,7 +165,7 @@ static void window_step_pair(const SqCall& pr, const Block& block, long i, const
       mass += hsum(e);
     }
     for (; j < N + w + 1; j++) mass += h.weights[j] = exp1(h.weights[j] - shift);
-    const float level = M ? h.top[g] + (pr.gain ? pr.gain[head] : 0.0f) : MINUS_INF, Z = M ? h.Z[g] : 0.0f;
+    const float level = M ? h.top[g] + gain_of(pr, hd, g) : MINUS_INF, Z = M ? h.Z[g] : 0.0f;
     const vf logs[2] = {rough_log(splat(mass)), rough_log(splat(Z))};
     const float base = or_zero(max1(peak + logs[0][0], level + logs[1][0]));
     const float near = exp1(peak - base > 80.0f ? 80.0f : peak - base), far = exp1(level - base > 80.0f ? 80.0f : level - base);

@@ -59,7 +59,7 @@ def draw_recall(one: Experiment, kept: dict[str, Any]) -> None:
     runs = by_row(one, kept)
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.set_prop_cycle(color=colormaps["tab20"].colors)  # more rows than the usual ten colours
+    left.set_prop_cycle(color=colormaps["tab20"](range(20)))  # more rows than the usual ten colours
     for label, found in runs.items():
         pairs = sorted(int(name.removeprefix("accuracy_")) for name in found[0]["metrics"] if name[-1].isdigit())
         means = [sum(run["metrics"][f"accuracy_{count}"] for run in found) / len(found) for count in pairs]

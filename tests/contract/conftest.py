@@ -12,7 +12,7 @@ from torch import Tensor
 
 import subquad as sq
 from subquad import kernels
-from subquad.kernels import dispatch, operator
+from subquad.kernels import operator, windowed_linear
 from subquad.kernels.checkpointing import tracing
 from subquad.kernels.native import library
 from subquad.kernels.operator import Call
@@ -136,7 +136,7 @@ def _native(case: Case) -> bool:
         return case.index == 0  # enough to say why there are none
     made = case.make()
     assert isinstance(made, (Kernelised, Windowed))
-    return not dispatch.BACKENDS["native"].refusal(made._spec(True), Call(1.0), torch.zeros(1, 1, 1, 8))
+    return not windowed_linear.BACKENDS["native"].refusal(made._spec(True), Call(1.0), torch.zeros(1, 1, 1, 8))
 
 
 CASES += [replace(case, backend="native") for case in CASES if _native(case)]
@@ -175,7 +175,7 @@ def named_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     def chosen(backends: Any, spec: Any, call: Call, *args: Any) -> Any:
         return choose_backend(backends, spec, call._replace(backend=call.backend or case.backend), *args)
 
-    for module in (operator, dispatch):
+    for module in (operator, windowed_linear):
         monkeypatch.setattr(module, "choose_backend", chosen)
     for package in (kernels.multipole, kernels.clustered):
         _share_choices(package, monkeypatch)

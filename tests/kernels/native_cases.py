@@ -17,7 +17,7 @@ from subquad.features.base import FeatureMap
 from subquad.features.elementwise import ElementwiseFeatures, LogFeatures
 from subquad.features.polynomial import PolynomialFeatures
 from subquad.features.random import ExponentialFeatures, GeneralisedFeatures
-from subquad.kernels import dispatch
+from subquad.kernels import windowed_linear
 from subquad.kernels.operator import Backend, Call
 from subquad.kernels.windowed_linear import WindowedLinear
 from subquad.state import State
@@ -76,7 +76,7 @@ class Linear:
     """Linear attention by one backend: everything is far."""
 
     def __init__(self, name: str) -> None:
-        self.backend: Backend[WindowedLinear] = dispatch.BACKENDS[name]
+        self.backend: Backend[WindowedLinear] = windowed_linear.BACKENDS[name]
 
     def refusal(self, phi: FeatureMap, *tensors: Tensor, normalise: bool = True) -> str:
         return self.backend.refusal(WindowedLinear(phi, causal=True, normalise=normalise), Call(1.0), *tensors)

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import subquad as sq
 from subquad.kernels import checkpointing
-from subquad.kernels.chunked import linear
 from subquad.kernels.windowed_linear import WindowedLinear
+from subquad.kernels.windowed_linear.chunked import linear
 from subquad.state import safe_divide
 
 MAPS = [

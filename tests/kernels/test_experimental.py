@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import subquad as sq
-from subquad.kernels import dispatch
+from subquad.kernels import windowed_linear
 from subquad.kernels.operator import Call, choose_backend
 from subquad.kernels.windowed_linear import WindowedLinear
 
@@ -160,5 +160,5 @@ def test_neither_is_ever_chosen_unnamed(stand_in: None) -> None:
         for device in ("cpu", "meta"):
             for size in (None, 4):
                 call = Call(1.0, chunk_size=size)
-                chosen = choose_backend(dispatch.BACKENDS, WindowedLinear(phi), call, x.to(device))
+                chosen = choose_backend(windowed_linear.BACKENDS, WindowedLinear(phi), call, x.to(device))
                 assert chosen.name in ("chunked", "native")

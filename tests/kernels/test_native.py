@@ -11,12 +11,10 @@ from torch import Tensor
 import subquad as sq
 from subquad.features.elementwise import ElementwiseFeatures
 from subquad.features.random import TrigFeatures
-from subquad.kernels import map_arrays
-from subquad.kernels.dispatch import BACKENDS
 from subquad.kernels.native import library as native_library
-from subquad.kernels.native.maps import multiplied
 from subquad.kernels.operator import Call, choose_backend
-from subquad.kernels.windowed_linear import WindowedLinear
+from subquad.kernels.windowed_linear import BACKENDS, WindowedLinear, map_arrays
+from subquad.kernels.windowed_linear.native.maps import multiplied
 
 from .native_cases import (
     MAPS,

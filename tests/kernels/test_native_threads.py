@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from subquad.features.base import FeatureMap
-from subquad.kernels.map_arrays import NOTHING
 from subquad.kernels.native import library as native_library
-from subquad.kernels.native.calls import NO_MASK, NO_PLACES
-from subquad.kernels.native.maps import map_inputs
+from subquad.kernels.windowed_linear.native.maps import map_inputs
+from subquad.kernels.windowed_linear.native.operator import Batched, Inputs, Options
 
 from .native_cases import ABSENT, PRESENT, attend, chunked, compare, make_map, native, run_with, with_gradients
 
@@ -179,9 +178,9 @@ def test_operators_pass_torchs_own_checks() -> None:
     phi = make_map("hyperbolic", 8, 16, heads=1)
     q, k, v = (torch.randn(1, 1, 9, 8, requires_grad=True) for _ in range(3))
     found, _, _ = map_inputs(phi, q, k, 0.3)
-    masks = [torch.ones(1, 9, dtype=torch.bool), NO_MASK, NO_PLACES]
-    options = (*found.map[:5], 1.0, -1, 0, True, True, True, True)
-    arguments = (q, k, v, [], [], [], masks, NOTHING, *options)
+    options = Options(*found.options, 1.0, -1, 0, causal=True, normalise=True, tail=True)
+    batched = list(Batched(far_mask=torch.ones(1, 9, dtype=torch.bool)))
+    arguments = (list(Inputs(q, k, v)), batched, list(found.map.arrays), *options.encoded(), True)
     torch.library.opcheck(
         torch.ops.subquad.attention.default,
         arguments,

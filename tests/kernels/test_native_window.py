@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import subquad as sq
-from subquad.kernels import native
-from subquad.kernels.native import operators
+from subquad.kernels.windowed_linear import native
 
 from .native_cases import errors, with_gradients
 
@@ -315,11 +314,12 @@ def test_operators_are_registered_correctly(monkeypatch: pytest.MonkeyPatch) -> 
     attn = make(FAR[0], 4, 1, 1, window=2, sinks=1)
     q, k, v = (x.requires_grad_() for x in draw(1, 1, 1, 20, 4, 3))
     calls: list[tuple[Any, ...]] = []
-    run = native.functional_attention
-    monkeypatch.setattr(native, "functional_attention", lambda *a, **b: (calls.append(a), run(*a, **b))[1])
+    run = native.attention
+    monkeypatch.setattr(native, "attention", lambda *a: (calls.append(a), run(*a))[1])
     attn(q, k, v, is_causal=True, backend="native")
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(operators.attention, (*calls[0][:-1], *calls[0][-1], True), test_utils=checks)
+    arguments = (*map(list, calls[0][:-1]), True)
+    torch.library.opcheck(torch.ops.subquad.attention.default, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize(("far", "native_is_taken"), [
@@ -333,8 +333,8 @@ def test_features_that_torch_computes_are_stored_if_they_are_few(
     attn = sq.create("hybrid", 16, 1, window=4, sinks=1, far=far)
     q, k, v = draw(1, 1, 1, 30, 16, 6)
     used = []
-    run = native.call_forward
-    monkeypatch.setattr(native, "call_forward", lambda *a, **b: (used.append(1), run(*a, **b))[1])
+    run = native.attention
+    monkeypatch.setattr(native, "attention", lambda *a: (used.append(1), run(*a))[1])
     with torch.no_grad():
         out = attn(q, k, v, is_causal=True)
     assert bool(used) is native_is_taken
@@ -345,8 +345,8 @@ def test_the_fastest_backend_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     attn = make(FAR[0], 8, 1, 1, window=4, sinks=1)
     q, k, v = draw(1, 1, 1, 30, 8, 6)
     used = []
-    run = native.call_forward
-    monkeypatch.setattr(native, "call_forward", lambda *a, **b: (used.append(1), run(*a, **b))[1])
+    run = native.attention
+    monkeypatch.setattr(native, "attention", lambda *a: (used.append(1), run(*a))[1])
     attn(q, k, v)
     assert len(used) == 1
     attn(q, k, v, chunk_size=8)

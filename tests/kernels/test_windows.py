@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import subquad as sq
-from subquad.kernels.chunked.windowed import sweep
-from subquad.kernels.chunked.windows import (
+from subquad.kernels.padding import Order
+from subquad.kernels.windowed_linear.chunked.windowed import sweep
+from subquad.kernels.windowed_linear.chunked.windows import (
     banded,
     dense_partial,
     packed,
@@ -14,7 +15,6 @@ from subquad.kernels.chunked.windows import (
     window_attention,
     window_partial,
 )
-from subquad.kernels.padding import Order
 from subquad.state import join
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import subquad as sq
-from subquad.kernels.chunked import windowed
+from subquad.kernels.windowed_linear.chunked import windowed
 from subquad.state import join
 
 from .hybrid_cases import PERFORMER, hybrid, product, tokens

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import subquad as sq
-from subquad.kernels.chunked.windows import dense_partial
+from subquad.kernels.windowed_linear.chunked.windows import dense_partial
 from subquad.state import join
 
 

@@ -23,7 +23,6 @@ from ..features.random import apply_statistics
 from ..kernels.operator import Call
 from ..kernels.padding import empty_output
 from ..rollback import Checkpoints
-from ..state import State, check_continues, check_fits
 
 __all__ = ["SHAPE", "Mechanism", "check_call", "without_padding"]
 
@@ -170,15 +169,6 @@ class Mechanism(nn.Module):
         if self.kv_heads is None:
             raise ValueError(f"{self.name} with {why} has parameters per head: pass heads= (and kv_heads= if grouped)")
         return self.kv_heads
-
-    def _continued(
-        self, state: Any, origin: str, tokens: Tensor, heads: int | None = None, width: int | None = None
-    ) -> State:
-        """The state, if tokens (B, ., L, D) with so many KV heads and this value width can go on from it."""
-        check_continues(state, State, origin, f"{self.name}'s scan() or absorb()")
-        assert isinstance(state, State)
-        check_fits(state.example(), tokens, heads, width)
-        return state
 
     def resolve_scale(self, scale: float | None) -> float:
         """The caller's scale, or 1/sqrt(head_dim)."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import checks
 from ..features.base import scaled
 from ..features.elementwise import ElementwiseFeatures, LogFeatures
-from ..kernels import dispatch
+from ..kernels import windowed_linear
 from ..kernels.operator import Call, refuse_second_derivatives
 from ..state import State, finite
 from .kernelised import Kernelised
@@ -102,8 +102,8 @@ class Efficient(Kernelised):
         """What queries read from a state, in `dtype`."""
         if self.normalization == "softmax":
             log_q = self._log_queries(q, _log_total(state).unsqueeze(-2), call.scale)
-            return dispatch.read(self._spec(False), call._replace(scale=1.0), log_q, state).to(dtype)
-        out = dispatch.read(self._spec(False), call, q.to(state.weighted.dtype), state)
+            return windowed_linear.read(self._spec(False), call._replace(scale=1.0), log_q, state).to(dtype)
+        out = windowed_linear.read(self._spec(False), call, q.to(state.weighted.dtype), state)
         return (out / state.count.clamp(min=1)[:, None, None, None]).to(dtype)
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, State]:
@@ -113,7 +113,7 @@ class Efficient(Kernelised):
             real = torch.ones_like(k[:, 0, :, 0], dtype=torch.int64) if key_mask is None else key_mask.long()
             seen = (state.count[:, None] + real.cumsum(-1)).clamp(min=1)
             wide = v.to(state.weighted.dtype)  # divide before rounding to v's dtype
-            out, after = dispatch.scan(self._spec(True), call, q, k, wide, state)
+            out, after = windowed_linear.scan(self._spec(True), call, q, k, wide, state)
             return (out / seen[:, None, :, None]).to(v.dtype), after
         log_k = scaled(k.to(state.weighted.dtype), call.scale, queries=False)
         hidden = log_k if key_mask is None else log_k.masked_fill(~key_mask[:, None, :, None], float("-inf"))
@@ -121,7 +121,7 @@ class Efficient(Kernelised):
         running = _running_definition if call.backend == "reference" else _running_log_total
         log_total = running(torch.cat([before, hidden], -2))[..., 1:, :]
         log_q = self._log_queries(q, log_total, call.scale)
-        return dispatch.scan(self._spec(True), call._replace(scale=1.0), log_q, log_k, v, state)
+        return windowed_linear.scan(self._spec(True), call._replace(scale=1.0), log_q, log_k, v, state)
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         return self._from(q, self._continued(state, self._origin(call.scale), q), call, q.dtype)

@@ -15,22 +15,19 @@ from torch import Tensor
 from .. import checks
 from ..features.base import FeatureMap
 from ..features.calibration import Calibration
-from ..kernels import dispatch
+from ..kernels import windowed_linear
 from ..kernels.operator import Call
 from ..kernels.windowed_linear import WindowedLinear
 from ..state import State
-from .base import Mechanism
+from .windowed_linear import WindowedLinearMechanism
 
 __all__ = ["Kernelised"]
 
 
-class Kernelised(Mechanism):
+class Kernelised(WindowedLinearMechanism):
     """A feature map plus one state update: out = phi(q)^T S / phi(q)^T z. Subclasses set `self.feature_map`."""
 
-    recurrent = True
-    constant_memory = True
     kernelised = True
-    each_query_alone = True
     feature_map: FeatureMap
     # Whether the output is divided by phi(q)^T z.
     normalise: bool = True
@@ -67,21 +64,9 @@ class Kernelised(Mechanism):
     def _spec(self, is_causal: bool) -> WindowedLinear:
         return WindowedLinear(self.feature_map, causal=is_causal, normalise=self.normalise)
 
-    def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> State:
-        origin = self._origin(scale)
-        if state is None:
-            return self._spec(True).empty(k, v, scale, origin)
-        return self._continued(state, origin, k, k.shape[1], v.shape[-1])
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        return dispatch.attend(self._spec(is_causal), call, q, k, v)
-
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, State]:
-        return dispatch.scan(self._spec(True), call, q, k, v, self._before(k, v, state, call.scale))
-
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> State:
-        return dispatch.absorb(self._spec(False), call, k, v, self._before(k, v, state, call.scale))
+        return windowed_linear.absorb(self._spec(False), call, k, v, self._before(k, v, state, call.scale))
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
         state = self._continued(state, self._origin(call.scale), q)
-        return dispatch.read(self._spec(False), call, q, state)
+        return windowed_linear.read(self._spec(False), call, q, state)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..kernels.dispatch import BACKENDS
 from ..kernels.operator import Call
 from ..kernels.padding import Order
-from ..kernels.windowed_linear import WindowedLinear
+from ..kernels.softmax import dense_softmax
+from ..kernels.windowed_linear import BACKENDS, WindowedLinear
 from ..state import State
-from .softmax import dense_softmax
 from .windowed import Windowed, first_rows_everywhere
 
 __all__ = ["Local"]

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from ..features.precision import full_precision
-from ..kernels.chunked.windows import fused_attention
 from ..kernels.operator import Call
 from ..kernels.padding import real_keys
-from ..kernels.reference import dense_softmax
+from ..kernels.softmax import softmax_attention
 from ..state import Movable, check_continues, check_crop, check_fits, check_same, check_tokens_join, register_state
 from .base import Mechanism, check_call
 
-__all__ = ["KVState", "Softmax", "dense_softmax", "fused_softmax"]
+__all__ = ["KVState", "Softmax"]
 
 
 @dataclass(frozen=True)
@@ -63,27 +62,6 @@ class KVState(Movable):
 register_state(KVState)
 
 
-def decided(truth: bool) -> bool:
-    """`truth` as a plain bool: with dynamic shapes torch.compile has a symbolic one, which torch's attention refuses.
-
-    A branch makes the tracer decide; bool() would not.
-    """
-    if truth:  # noqa: SIM103
-        return True
-    return False
-
-
-def fused_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """`dense_softmax` by torch's fused attention; `visible` None: every key, or every earlier one."""
-    grouped = decided(q.shape[1] != k.shape[1])
-    if visible is None:
-        return fused_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    # A row without a visible key would be 0/0: let it see everything, then make it 0.
-    empty = ~visible.any(-1, keepdim=True)
-    out = fused_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=grouped)
-    return out.masked_fill(empty, 0.0)
-
-
 @final
 class Softmax(Mechanism):
     """Exact attention through torch's scaled_dot_product_attention; accepts everything the other mechanisms accept.
@@ -107,37 +85,14 @@ class Softmax(Mechanism):
     follows_autocast = True  # as torch's own attention does
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        check_call(call)
-        return self._masked(q, k, v, is_causal, 0, call.scale, call.key_mask, call.backend)
+        return self._exact(q, k, v, call, is_causal)
 
-    def _masked(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        is_causal: bool,
-        past: int,
-        scale: float,
-        key_mask: Tensor | None,
-        backend: str | None,
-    ) -> Tensor:
-        """Query i stands at position past + i."""
-        length, keys = q.shape[2], k.shape[2]
-        if keys == 0 or length == 0:
+    def _exact(self, q: Tensor, k: Tensor, v: Tensor, call: Call, is_causal: bool, past: int = 0) -> Tensor:
+        check_call(call)
+        if k.shape[2] == 0 or q.shape[2] == 0:
             return v.new_zeros((*q.shape[:3], v.shape[-1]))
-        visible = None
-        if key_mask is not None or backend is not None or (is_causal and past and length > 1):
-            visible = torch.ones(length, keys, dtype=torch.bool, device=q.device)
-            if is_causal:
-                visible = visible.tril(past)
-            visible = visible[None, None]
-            if key_mask is not None:
-                visible = visible & key_mask[:, None, None, :]
-        if backend is not None:
-            assert visible is not None
-            return dense_softmax(q, k, v, visible, scale)
         # autocast would give it its own dtype
-        return fused_softmax(q, k, v, visible, is_causal and decided(past == 0), scale).to(v.dtype)
+        return softmax_attention(q, k, v, call, is_causal=is_causal, past=past).to(v.dtype)
 
     def _origin(self, scale: float) -> str:
         return f"softmax scale {scale:.9g}"
@@ -155,7 +110,7 @@ class Softmax(Mechanism):
         past = after.k.shape[2] - k.shape[2]
         # Without padding so far there is nothing to mask, and SDPA's fast path applies.
         mask = after.mask if call.key_mask is not None or state is not None else None
-        return self._masked(q, after.k, after.v, True, past, call.scale, mask, call.backend), after
+        return self._exact(q, after.k, after.v, call._replace(key_mask=mask), True, past), after
 
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> KVState:
         check_call(call)
@@ -166,6 +121,5 @@ class Softmax(Mechanism):
         return self._checked(state, call.scale, k, k.shape[1], v.shape[-1]).merge(new)
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
-        check_call(call)
         state = self._checked(state, call.scale, q)
-        return self._masked(q, state.k, state.v, False, 0, call.scale, state.mask, call.backend)
+        return self._exact(q, state.k, state.v, call._replace(key_mask=state.mask), False)

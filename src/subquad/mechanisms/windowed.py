@@ -6,35 +6,31 @@ it stands, and the output of a masked token is 0 (`kernels/padding.py`).
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import checks
 from ..features.precision import compute_dtype
-from ..kernels import dispatch
+from ..kernels import windowed_linear
 from ..kernels.operator import Call
 from ..kernels.padding import Order, all_finite
+from ..kernels.softmax import softmax_attention
 from ..kernels.windowed_linear import WindowedLinear
-from ..state import State
-from .base import Mechanism
-from .softmax import dense_softmax, fused_softmax
+from .windowed_linear import WindowedLinearMechanism
 
 __all__ = ["Windowed", "exact_attention", "first_rows_everywhere"]
 
 
-class Windowed(Mechanism):
+class Windowed(WindowedLinearMechanism):
     """Exact weights for the keys around a query and for the first ones; subclasses say what happens to the others.
 
     window: tokens on each side (causal: the last `window` tokens, besides the token itself)
     sinks:  the first tokens of each sequence, seen by all; `global_tokens` is accepted as another name of it
     """
 
-    recurrent = True
-    constant_memory = True
     cross = False
-    each_query_alone = True
     aliases: ClassVar[dict[str, str]] = {"global_tokens": "sinks"}
     # What to use where queries and keys are different tokens.
     instead_of_cross: str
@@ -43,18 +39,6 @@ class Windowed(Mechanism):
         checks.check_positive("window", window, least=0)
         checks.check_positive("sinks", sinks, least=0)
         self.window, self.sinks = window, sinks
-
-    def _spec(self, is_causal: bool) -> WindowedLinear:
-        raise NotImplementedError
-
-    def _origin(self, scale: float) -> str:
-        raise NotImplementedError
-
-    def _before(self, k: Tensor, v: Tensor, state: Any, scale: float) -> State:
-        origin = self._origin(scale)
-        if state is None:
-            return self._spec(True).empty(k, v, scale, origin)
-        return self._continued(state, origin, k, k.shape[1], v.shape[-1])
 
     def _all_near(self, q: Tensor, v: Tensor, call: Call, is_causal: bool) -> bool:
         """Whether no key is far from any query, so that this is softmax attention and torch's own is the fastest."""
@@ -71,28 +55,16 @@ class Windowed(Mechanism):
             )
         if self._all_near(q, v, call, is_causal):
             return exact_attention(q, k, v, call, is_causal)
-        return dispatch.attend(self._spec(is_causal), call, q, k, v)
-
-    def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, State]:
-        return dispatch.scan(self._spec(True), call, q, k, v, self._before(k, v, state, call.scale))
+        return super()._attend(q, k, v, call, is_causal=is_causal)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, is_causal: bool) -> Tensor:
     """Softmax attention of real tokens among each other; with as many queries as keys, 0 for masked ones."""
-    mask = call.key_mask
-    visible = None
-    if mask is not None or call.backend == "reference":
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        visible = visible.tril()[None, None] if is_causal else visible[None, None]
-        visible = visible if mask is None else visible & mask[:, None, None, :]
-        if mask is not None and q.shape[2] == k.shape[2]:
-            visible = visible & mask[:, None, :, None]
-    dtype, kind = v.dtype, compute_dtype(v)
-    q, k, v = q.to(kind), k.to(kind), v.to(kind)
-    if call.backend == "reference":
-        assert visible is not None
-        return dense_softmax(q, k, v, visible, call.scale).to(dtype)
-    return fused_softmax(q, k, v, visible, is_causal and visible is None, call.scale).to(dtype)
+    kind = compute_dtype(v)
+    out = softmax_attention(q.to(kind), k.to(kind), v.to(kind), call, is_causal=is_causal).to(v.dtype)
+    if call.key_mask is not None and q.shape[2] == k.shape[2]:
+        out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
+    return out
 
 
 def first_rows_everywhere(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,7 +72,7 @@ def first_rows_everywhere(spec: WindowedLinear, call: Call, q: Tensor, k: Tensor
     order = Order(call.key_mask, k.shape[2], k.device)
     q, k, v = (order.front(x) for x in (q, k, v))
     call = call._replace(key_mask=None if call.key_mask is None else order.real)
-    out = dispatch.attend(spec, call, q, k, v)
+    out = windowed_linear.attend(spec, call, q, k, v)
     rows = min(spec.sinks, q.shape[2])
     # More queries than one: with as many as keys there is nothing left of `out`, and masked rows are 0 either way.
     return order.back(torch.cat([exact_attention(q[:, :, :rows], k, v, call, False), out[:, :, rows:]], 2))

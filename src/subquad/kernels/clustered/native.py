@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kmeans import SAMPLE
-from ..native.calls import NO_MASK
 from ..native.library import StridedTensor
-from ..native.stateless import Mask, NativeBackend, Operator, write_mask
+from ..native.stateless import Mask, NativeBackend, StatelessOperator, write_mask
+from ..native.torch_operator import NO_MASK, Tensors
 from ..operator import Call
 from .definition import Choices, Spec
 
@@ -36,7 +37,7 @@ class Clustered(ctypes.Structure):
     ]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: Sequence[int], keep: bool) -> list[Tensor]:
     """out, and the choices: clusters (B, Hq, L), keys of T (B, Hq, C, chosen)."""
     clusters, _, _, _, topk, size = ints
     chosen = min(topk, -(-k.shape[2] // size) * size)
@@ -47,7 +48,7 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> li
 
 
 def _fill(
-    call: Any, masks: list[Tensor], draw: list[Tensor], ints: list[int], floats: list[float], results: list[Tensor]
+    call: Any, masks: Tensors, draw: Tensors, ints: Sequence[int], floats: Sequence[float], results: Tensors
 ) -> None:
     call.clusters, call.iterations, call.sample, call.bits, call.topk, call.group_size = ints
     call.chosen, (call.scale,) = results[2].shape[3], floats
@@ -58,7 +59,7 @@ def _fill(
     call.assigned, call.top = (x.data_ptr() for x in results[1:])
 
 
-_operator = Operator("clustered", Clustered, _results, _fill)
+_operator = StatelessOperator("clustered", Clustered, _results, _fill)
 
 
 def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
@@ -71,7 +72,7 @@ def _arguments(spec: Spec, call: Call) -> tuple[list[Tensor], list[Tensor], list
 def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor) -> Choices:
     """The choices that a native call makes, as an explicit value."""
     q, k = (x.detach().to(torch.float32) for x in (q, k))
-    _, assigned, top = _operator.call_forward(q, k, k, *_arguments(spec, call), False)
+    _, assigned, top = _operator.forward([q, k, k], *_arguments(spec, call), False)
     return Choices(assigned.long(), top.long())
 
 
@@ -80,4 +81,4 @@ class Native(NativeBackend[Spec]):
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
-        return _operator(q, k, v, *_arguments(spec, call))
+        return _operator.attend(q, k, v, *_arguments(spec, call))

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...features.base import Features, weigh
 from ...state import State, Sums, finite, masked, safe_divide
 from ..operator import Backend, Call
-from ..windowed_linear import WindowedLinear
+from ..windowed_linear.definition import WindowedLinear
 
 __all__ = ["FlashLinearAttention"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..native.library import StridedTensor
-from ..native.stateless import NativeBackend, Operator
+from ..native.stateless import NativeBackend, StatelessOperator
+from ..native.torch_operator import Tensors
 from ..operator import Call
 from .definition import Spec, choose_chunks
 
@@ -34,7 +36,7 @@ class Lsh(ctypes.Structure):
     ]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: Sequence[int], keep: bool) -> list[Tensor]:
     """out, and the log normaliser (B, Hq, L)."""
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32 if keep else v.dtype, device=v.device)
     return [out, torch.empty(q.shape[:3], dtype=torch.float32, device=v.device)]
@@ -42,11 +44,11 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> li
 
 def _fill(
     call: Any,
-    chunks: list[Tensor],
-    shared: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    results: list[Tensor],
+    chunks: Tensors,
+    shared: Tensors,
+    ints: Sequence[int],
+    floats: Sequence[float],
+    results: Tensors,
 ) -> None:
     assert all(x.is_contiguous() and x.dtype == torch.int32 for x in chunks)
     call.rounds, call.chunks, call.causal, call.own = ints
@@ -55,7 +57,7 @@ def _fill(
     call.log_norm = results[1].data_ptr()
 
 
-_operator = Operator("lsh", Lsh, _results, _fill)
+_operator = StatelessOperator("lsh", Lsh, _results, _fill)
 
 
 class Native(NativeBackend[Spec]):
@@ -71,4 +73,4 @@ class Native(NativeBackend[Spec]):
         chunks = choose_chunks(spec, q.float().flatten(0, 1), k.float().flatten(0, 1), *masks)
         numbers = [x.to(torch.int32).unflatten(0, (batch, heads)).contiguous() for x in (chunks.query, chunks.key)]
         own = ALONE if spec.shared else ALWAYS if spec.causal else ANY
-        return _operator(q, k, v, numbers, [], [spec.rounds, chunks.limit, int(spec.causal), own], [call.scale])
+        return _operator.attend(q, k, v, numbers, [], [spec.rounds, chunks.limit, int(spec.causal), own], [call.scale])

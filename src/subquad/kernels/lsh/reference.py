@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..operator import Call, Oracle
-from ..reference import dense_softmax
+from ..softmax import dense_softmax
 from .definition import Spec, flatten, visible
 
 __all__ = ["Reference"]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..native.calls import NO_MASK
 from ..native.library import check_status
 from ..native.stateless import empty_floats, zero_floats
+from ..native.torch_operator import NO_MASK
 from ..operator import Call
 from .constant import Bounded, Far, Memory, empty
 from .definition import Choices, Spec

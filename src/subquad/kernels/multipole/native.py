@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..native.calls import NO_MASK
 from ..native.library import StridedTensor, check_status
-from ..native.stateless import Mask, NativeBackend, Operator, write_mask
+from ..native.stateless import Mask, NativeBackend, StatelessOperator, write_mask
+from ..native.torch_operator import NO_MASK, Tensors
 from ..operator import Call
 from .definition import Choices, Inspection, Spec
 
@@ -80,7 +81,7 @@ def options_of(spec: Spec, scale: float) -> tuple[list[int], list[float]]:
     return ints, [error, spec.cap, spec.radius, scale]
 
 
-def write_options(call: Any, mask: Tensor, starts: Tensor, ints: list[int], floats: list[float]) -> None:
+def write_options(call: Any, mask: Tensor, starts: Tensor, ints: Sequence[int], floats: Sequence[float]) -> None:
     """Key mask (B, S) or empty, ranks (clusters,) int32 that k-means starts from, and `options_of`."""
     call.chunk, call.clusters, call.largest, call.iterations, call.exact_keys, call.past, call.causal = ints
     call.error, call.cap, call.radius, call.scale = floats
@@ -88,7 +89,7 @@ def write_options(call: Any, mask: Tensor, starts: Tensor, ints: list[int], floa
     call.starts = starts.data_ptr()
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: Sequence[int], keep: bool) -> list[Tensor]:
     """out, the log normaliser (B, Hq, L) or empty, order (B, H, n, chunk) and sizes (B, H, n, slots), see `Choices`."""
     chunk, clusters, largest = ints[:3]
     chunks, slots = k.shape[2] // chunk, clusters + chunk // largest
@@ -100,11 +101,11 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> li
 
 def _fill(
     call: Any,
-    batched: list[Tensor],
-    shared: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    results: list[Tensor],
+    batched: Tensors,
+    shared: Tensors,
+    ints: Sequence[int],
+    floats: Sequence[float],
+    results: Tensors,
 ) -> None:
     """batched: the mask, and if known order and sizes of the first chunks, or of all and the selection among them."""
     mask, *known = batched
@@ -118,7 +119,7 @@ def _fill(
         call.selection, call.forced = x.data_ptr(), 1
 
 
-_operator = Operator("multipole", Multipole, _results, _fill)
+_operator = StatelessOperator("multipole", Multipole, _results, _fill)
 
 _checked: dict[str, bool] = {}
 
@@ -190,4 +191,4 @@ class Native(NativeBackend[Spec]):
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
-        return _operator(q, k, v, *_arguments(spec, call))
+        return _operator.attend(q, k, v, *_arguments(spec, call))

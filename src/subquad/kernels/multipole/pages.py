@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..native.calls import NO_MASK
 from ..native.library import check_status
 from ..native.stateless import empty_floats, write_shape, write_tensors, zero_floats
+from ..native.torch_operator import NO_MASK
 from ..operator import Call
 from .definition import Choices, Spec
 from .native import MultipolePages, load_library, options_of, write_options

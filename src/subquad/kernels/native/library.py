@@ -28,7 +28,7 @@ __all__ = [
     "refusal",
 ]
 
-ABI = 9
+ABI = 10
 # Tokens per state that the causal forward stores for its backward.
 SEGMENT = 192
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

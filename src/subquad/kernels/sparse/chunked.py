@@ -9,10 +9,10 @@ from torch import Tensor
 from ...features.precision import compute_dtype
 from ...state import Partial, join
 from ..checkpointing import Carry, scan_chunks
-from ..chunked.windowed import CHUNK_BYTES, sweep
-from ..chunked.windows import dense_partial, packed, unpacked, weighted_sum
 from ..operator import Backend, Call
 from ..padding import Order
+from ..windowed_linear.chunked.windowed import CHUNK_BYTES, sweep
+from ..windowed_linear.chunked.windows import dense_partial, packed, unpacked, weighted_sum
 from .definition import Spec
 
 __all__ = ["Chunked"]

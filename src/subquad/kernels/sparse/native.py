@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..native.calls import NO_MASK
 from ..native.library import StridedTensor
-from ..native.stateless import Mask, NativeBackend, Operator, write_mask
+from ..native.stateless import Mask, NativeBackend, StatelessOperator, write_mask
+from ..native.torch_operator import NO_MASK, Tensors
 from ..operator import Call
 from .definition import Spec
 
@@ -34,7 +35,7 @@ class Sparse(ctypes.Structure):
     ]
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> list[Tensor]:
+def _results(q: Tensor, k: Tensor, v: Tensor, ints: Sequence[int], keep: bool) -> list[Tensor]:
     """out, and the log normaliser (B, Hq, L). Tokens that are not real keep their 0."""
     out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=torch.float32 if keep else v.dtype, device=v.device)
     return [out, torch.zeros(q.shape[:3], dtype=torch.float32, device=v.device)]
@@ -42,11 +43,11 @@ def _results(q: Tensor, k: Tensor, v: Tensor, ints: list[int], keep: bool) -> li
 
 def _fill(
     call: Any,
-    masks: list[Tensor],
-    shared: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    results: list[Tensor],
+    masks: Tensors,
+    shared: Tensors,
+    ints: Sequence[int],
+    floats: Sequence[float],
+    results: Tensors,
 ) -> None:
     call.stride, call.summary, call.causal = ints
     (call.scale,) = floats
@@ -54,7 +55,7 @@ def _fill(
     call.log_norm = results[1].data_ptr()
 
 
-_operator = Operator("sparse", Sparse, _results, _fill)
+_operator = StatelessOperator("sparse", Sparse, _results, _fill)
 
 
 class Native(NativeBackend[Spec]):
@@ -63,4 +64,4 @@ class Native(NativeBackend[Spec]):
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out (B, Hq, L, E) in v's dtype."""
         masks = [NO_MASK if call.key_mask is None else call.key_mask]
-        return _operator(q, k, v, masks, [], [spec.stride, spec.summary, int(spec.causal)], [call.scale])
+        return _operator.attend(q, k, v, masks, [], [spec.stride, spec.summary, int(spec.causal)], [call.scale])

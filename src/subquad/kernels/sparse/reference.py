@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..operator import Call, Oracle
 from ..padding import real_keys
-from ..reference import dense_softmax
+from ..softmax import dense_softmax
 from .definition import Spec, visible
 
 __all__ = ["Reference"]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ....features.random import ExponentialFeatures
 from ....state import State, Sums
-from ...map_arrays import map_arrays
 from ...operator import Backend, Call
-from ...windowed_linear import WindowedLinear
+from ...windowed_linear.definition import WindowedLinear
+from ...windowed_linear.map_arrays import map_arrays
 
 __all__ = ["Triton"]
 

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...features.base import FeatureMap, Features, weigh
-from ...features.precision import widened
-from ...state import Partial, State, Sums, finite, join, masked, row_weights, safe_divide
-from ..checkpointing import Carry, scan_chunks, tracing
-from ..operator import Call
-from ..windowed_linear import WindowedLinear
+from ....features.base import FeatureMap, Features, weigh
+from ....features.precision import widened
+from ....state import Partial, State, Sums, finite, join, masked, row_weights, safe_divide
+from ...checkpointing import Carry, scan_chunks, tracing
+from ...operator import Call
+from ..definition import WindowedLinear
 
 __all__ = [
     "BLOCK",

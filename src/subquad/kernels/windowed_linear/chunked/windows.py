@@ -10,22 +10,21 @@ normaliser.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...features.base import exp_
-from ...state import Partial, finite
-from ..operator import refuse_second_derivatives
-from ..padding import all_finite
+from ....features.base import exp_
+from ....state import Partial, finite
+from ...padding import all_finite
+from ...softmax import fused_attention
 
 __all__ = [
     "banded",
     "block_size",
     "dense_partial",
-    "fused_attention",
     "packed",
     "unpacked",
     "weighted_sum",
@@ -140,12 +139,6 @@ def window_partial(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: floa
     cut = _in_blocks(scale * q, k, v, visible)
     scores = (cut.rows @ cut.keys.mT).masked_fill_(~cut.allowed, float("-inf"))
     return Partial(*(cut.unblocked(x, q.shape[2]) for x in weighted_sum(scores, cut.values)))
-
-
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's scaled_dot_product_attention, whose fused kernels have no second derivative: refused where asked for."""
-    q, k, v = refuse_second_derivatives("torch's fused attention", q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

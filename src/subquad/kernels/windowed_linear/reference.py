@@ -14,27 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..features.base import FeatureMap, Features
-from ..features.precision import compute_dtype, widened
-from ..state import State, Sums, finite, safe_divide
-from .operator import Call, Oracle
-from .padding import real_keys
-from .windowed_linear import WindowedLinear
+from ...features.base import FeatureMap, Features
+from ...features.precision import widened
+from ...state import State, Sums, finite, safe_divide
+from ..operator import Call, Oracle
+from ..padding import real_keys
+from .definition import WindowedLinear
 
-__all__ = ["Reference", "dense_softmax"]
-
-
-def dense_softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Softmax attention from its definition, under a mask that broadcasts to (B, Hq, L, S); 0 where no key is
-    visible.
-    """
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    dtype = compute_dtype(q)
-    scores = (scale * q.to(dtype) @ k.to(dtype).mT).masked_fill(~visible, float("-inf"))
-    empty = ~visible.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(empty, 0.0), -1).masked_fill(~visible, 0.0)
-    return (weights @ v.to(dtype)).to(v.dtype)
+__all__ = ["Reference"]
 
 
 def _log_weights(queries: Features, keys: Features) -> tuple[Tensor, Tensor]:

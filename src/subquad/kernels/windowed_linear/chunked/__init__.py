@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...state import State
-from ..operator import Backend, Call
-from ..windowed_linear import WindowedLinear
+from ....state import State
+from ...operator import Backend, Call
+from ..definition import WindowedLinear
 from . import linear, windowed
 
 __all__ = ["Chunked"]

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...features.base import FeatureMap, Features, scaled
-from ...features.elementwise import ElementwiseFeatures, LogFeatures
-from ...features.polynomial import PolynomialFeatures
-from ...features.random import ExponentialFeatures, GeneralisedFeatures
+from ....features.base import FeatureMap, Features, scaled
+from ....features.elementwise import ElementwiseFeatures, LogFeatures
+from ....features.polynomial import PolynomialFeatures
+from ....features.random import ExponentialFeatures, GeneralisedFeatures
 from ..map_arrays import MapArrays, map_arrays
-from .calls import PACKED_SIZE, pack_maps
+from .operator import PACKED_SIZE, pack_maps
 
 __all__ = ["NO_MAP", "NativeMap", "fused", "map_inputs", "multiplied"]
 

@@ -11,17 +11,17 @@ import struct
 import torch
 from torch import Tensor
 
-from ...state import State, Tokens
+from ....state import State, Tokens
+from ...native import library
+from ...native.library import CallStruct, check_status
+from ...native.pool import new_states, states_exceed_caches
 from ..map_arrays import NOTHING
-from . import library
-from .calls import NO_MASK, NO_PLACES, Options, make_call, past_sums, sums_after, write
-from .library import CallStruct, check_status
 from .maps import NativeMap
-from .pool import new_states, states_exceed_caches
+from .operator import Batched, Inputs, Options, make_call, past_sums, sums_after, write
 
 __all__ = ["linear_step", "window_step"]
 
-_NO_MASKS = [NO_MASK, NO_MASK, NO_PLACES]
+_ALL_REAL = Batched()
 _STATES = struct.Struct("6P")  # s_in .. c_out
 _TAIL = struct.Struct("7P")  # count .. sink_v_out
 
@@ -34,9 +34,9 @@ def linear_step(
     The parts of the new state lie in one block of memory, which lives as long as any of them.
     """
     assert state.far is not None
-    masks = _NO_MASKS if key_mask is None else [key_mask, *_NO_MASKS[1:]]
+    masks = _ALL_REAL if key_mask is None else Batched(far_mask=key_mask)
     options = Options(*found.options, scale=1.0, window=-1, past=0, causal=True, normalise=normalise, tail=True)
-    call = make_call(q, k, v, [], [], [], masks, NOTHING, found.map.arrays, options, maps=found.packed)
+    call = make_call(Inputs(q, k, v), masks, found.map.arrays, options, found.packed)
     width = v.shape[3]
     shape = (call.batch, call.heads_kv, call.features)
     out = torch.empty((*q.shape[:3], width), dtype=v.dtype)
@@ -54,7 +54,7 @@ def window_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    far: list[Tensor],
+    far: tuple[Tensor, Tensor],
     key_mask: Tensor | None,
     state: State,
     gain: Tensor,
@@ -62,7 +62,7 @@ def window_step(
 ) -> tuple[Tensor, State]:
     """out (B, Hq, 1, E) in float32 and the state after the token; nothing that was given is changed.
 
-    far: [q (B, Hq, 1, .), the key that leaves the window (B, H, 1, .)] as the far map takes them; key_mask (B, 1).
+    far: q (B, Hq, 1, .) and the key that leaves the window (B, H, 1, .) as the far map takes them; key_mask (B, 1).
     """
     assert state.window is not None and state.sinks is not None
     tokens = [x if x.is_contiguous() else x.contiguous() for x in (*state.window, *state.sinks)]
@@ -73,7 +73,9 @@ def window_step(
     options = Options(*found.options, scale=scale, window=window, past=window, causal=True, normalise=True, tail=False)
     keys, values = (window_k, window_v) if window else (k, v)
     arrays = [*found.map.arrays, found.map.tilt]
-    call = make_call(q, keys, values, [], far, past, _NO_MASKS, gain, arrays, options, maps=found.packed_rows)
+    weighted, normaliser, log_max = past or [NOTHING] * 3
+    inputs = Inputs(q, keys, values, NOTHING, NOTHING, *far, weighted, normaliser, gain)
+    call = make_call(inputs, Batched(log_max), arrays, options, found.packed_rows)
     out = torch.empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
     write(call, "out", out)
     write(call, "token_k", k)

@@ -1,4 +1,4 @@
-"""Who computes windowed linear attention, and what every backend may rely on: precision, padding at the end, tokens.
+"""Windowed linear attention: its backends, and what each may rely on (precision, padding at the end, tokens).
 
 `triton` and `fla` have not been timed on a GPU: they are used where they are named and nowhere else.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..state import State
+from ...state import State
+from ..experimental.fla import FlashLinearAttention
+from ..experimental.triton import Triton
+from ..operator import Backend, Call, by_name, choose_backend
+from ..padding import Order
 from .chunked import Chunked
-from .experimental.fla import FlashLinearAttention
-from .experimental.triton import Triton
+from .definition import WindowedLinear
 from .native import Native
-from .operator import Backend, Call, by_name, choose_backend
-from .padding import Order
 from .reference import Reference
-from .windowed_linear import WindowedLinear
 
-__all__ = ["BACKENDS", "absorb", "attend", "read", "scan"]
+__all__ = ["BACKENDS", "WindowedLinear", "absorb", "attend", "read", "scan"]
 
 BACKENDS: dict[str, Backend[WindowedLinear]] = by_name(
     Native(), Chunked(), Reference(), Triton(), FlashLinearAttention()

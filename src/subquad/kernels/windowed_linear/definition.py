@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..features.base import FeatureMap
-from ..features.precision import compute_dtype
-from ..state import State, Sums, Tokens
+from ...features.base import FeatureMap
+from ...features.precision import compute_dtype
+from ...state import State, Sums, Tokens
 
 __all__ = ["WindowedLinear"]
 

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...features.base import FeatureMap, Features
-from ...features.precision import widened
-from ...state import Partial, State, Sums, finite, masked
-from ..checkpointing import Carry, scan_chunks, tracing
-from ..operator import Call
-from ..padding import real_keys
-from ..windowed_linear import WindowedLinear
+from ....features.base import FeatureMap, Features
+from ....features.precision import widened
+from ....state import Partial, State, Sums, finite, masked
+from ...checkpointing import Carry, scan_chunks, tracing
+from ...operator import Call
+from ...padding import real_keys
+from ..definition import WindowedLinear
 from .linear import UNDERFLOW, default_chunk, exact_causal, hidden_values, shared_shift
 from .windows import block_size, dense_partial, packed, unpacked, window_attention, window_partial
 

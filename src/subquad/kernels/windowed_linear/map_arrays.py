@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..features.base import FeatureMap
-from ..features.elementwise import ElementwiseFeatures
-from ..features.hadamard import HadamardProjection
-from ..features.random import ExponentialFeatures, GeneralisedFeatures
+from ...features.base import FeatureMap
+from ...features.elementwise import ElementwiseFeatures
+from ...features.hadamard import HadamardProjection
+from ...features.random import ExponentialFeatures, GeneralisedFeatures
 
 __all__ = ["NOTHING", "Arrays", "MapArrays", "map_arrays"]
 
