@@ -34,7 +34,7 @@ struct Block {
   long b, h, rows;
   long *cluster, *first;           // [most], [most + 1]: number of a row's cluster, its first member
   int32_t *member, *place;         // [L] tokens by row; [clusters]
-  float *centroid, *rest;          // [most][ldk] times the scale; [most][lde]: sum over the keys off T
+  float *centroid, *rest, *one;    // [most][ldk] times the scale; [most][lde]: sum over the keys off T; [ldk]: a query
   float *scores, *mass;            // [most][lds]: weights; [most]: m
   int32_t *top;                    // [most][chosen]: ranks of T
   float* top_weight;               // [most][chosen]: A on T
@@ -60,6 +60,7 @@ static Block cut_block(const SqClustered& p, const Plan& plan, float* memory, lo
   k.place = (int32_t*)take(p.clusters);
   k.centroid = take(plan.most * plan.ldk);
   k.rest = take(plan.most * plan.lde);
+  k.one = take(plan.ldk);
   k.scores = take(plan.most * plan.lds);
   k.mass = take(plan.most);
   k.top = (int32_t*)take(plan.most * p.chosen);
@@ -110,12 +111,12 @@ static void centroids(Block& k) {
   const SqClustered& p = *k.call;
   const long ldk = k.plan->ldk;
   for (long r = 0; r < k.rows; r++) {
-    float *row = k.centroid + r * ldk, *one = k.rest;  // `rest` is not in use yet
+    float* row = k.centroid + r * ldk;
     memset(row, 0, sizeof(float) * ldk);
     for (long i = k.first[r]; i < k.first[r + 1]; i++) {
-      const float* q = one;
+      const float* q = k.one;
       if (p.q.dtype == SQ_FLOAT32 && p.q.stride[3] == 1) q = (const float*)p.q.data + offset_of(p.q, k.b, k.h, k.member[i]);
-      else fetch(p.q, k.b, k.h, k.member[i], 1, p.dim, one, ldk);
+      else fetch(p.q, k.b, k.h, k.member[i], 1, p.dim, k.one, ldk);
       for (long d = 0; d < p.dim; d++) row[d] += q[d];
     }
     const float part = p.scale / (float)(k.first[r + 1] - k.first[r]);

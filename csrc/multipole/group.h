@@ -135,8 +135,10 @@ SQ_INLINE vf expected_error(const Group& k, long i, long j, vf weight, vf g, flo
   const Clusters& c = *k.clusters;
   const vf t = second_order(k, i, j), growth = vexp(t + t) - splat(1.0f);
   const vf away = vmax(load(c.mean_square + j) - g - g + splat(norm), zero());
-  return weight * weight *
-         (growth * load(c.spread + j) + (growth / vmax(load(c.size + j), splat(1.0f)) + t * t * splat(0.25f)) * away);
+  const vf e = weight * weight *
+      (growth * load(c.spread + j) + (growth / vmax(load(c.size + j), splat(1.0f)) + t * t * splat(0.25f)) * away);
+  // Not 0 times whatever stands there: a cluster that is not visible yet may hold values that are not finite.
+  return as_float((weight > zero()) & bits(e));
 }
 
 SQ_INLINE float norm_of(const float* row, long width) {

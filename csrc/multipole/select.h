@@ -124,6 +124,21 @@ static void take_from(const Candidates& from, float least, Selection& to) {
   }
 }
 
+// Candidates that are equal and do not all fit beside those taken, all above `high`: the first ones, in order of columns.
+static void take_ties(const Candidates& from, float high, long most, Selection& to) {
+  const float next = largest_below(from, high), room = (float)(most - to.keys);
+  vf smallest = splat(INFINITY);
+  for (long j = 0; j < from.n; j += VL)
+    smallest = vmin(load(from.value + j) == splat(next) ? load(from.size + j) : splat(INFINITY), smallest);
+  if (!(next > -INFINITY) || !(-hmax(-smallest) <= room)) return;
+  for (long j = 0; j < from.n; j++) {
+    if (from.value[j] != next) continue;
+    if (to.keys + (long)from.size[j] > most) return;
+    to.columns[to.count++] = from.column[j];
+    to.keys += (long)from.size[j];
+  }
+}
+
 // Where candidates fill at most N vectors: each against every other, without a search whose branches would be guessed wrong.
 template <int N>
 static void take_few(const Candidates& from, long most, Selection& to, float& least) {
@@ -189,6 +204,7 @@ static void select_by_keys(const Clusters& c, const float* value, float top, lon
         high = next;
       take_from(list, high, s);
   }
+  take_ties(list, high, most, s);
   depth = 1.1f * (top - high) + 0.7f;
 }
 

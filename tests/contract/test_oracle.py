@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import subquad as sq
+
 
 def _forward_and_gradient(attn, q, k, v, **call):
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
@@ -62,3 +64,22 @@ def test_every_option_appears_in_a_variant(first_case):
     shown = {option for variant in first_case.cls.CONTRACT_VARIANTS for option in variant}
     # The default of an option counts when some variant leaves it out, but a second value must be there as well.
     assert declared <= shown | {"seed"}, f"{first_case.name}: no variant sets {sorted(declared - shown)}"
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_are_not_positive(first_case, scale):
+    """torch's own causal attention has NaN there."""
+    attn, (q, k, v) = first_case.make(), first_case.inputs(length=17)
+    for is_causal in first_case.causal_modes:
+        out = attn(q, k, v, is_causal=is_causal, scale=scale)
+        want = attn(q, k, v, is_causal=is_causal, scale=scale, backend="reference")
+        assert (out - want).abs().max() <= first_case.tolerance
+
+
+def test_the_definition_has_a_gradient_where_weights_are_zero():
+    """Of a key projection that begins at 0."""
+    attn = sq.create("efficient", 4, normalization="scaling")
+    q, k, v = torch.randn(1, 1, 5, 4), torch.zeros(1, 1, 5, 4, requires_grad=True), torch.randn(1, 1, 5, 3)
+    grads = [torch.autograd.grad(attn(q, k, v, backend=name).sum(), k)[0] for name in ("reference", "chunked")]
+    assert grads[0].abs().max() > 0
+    assert torch.allclose(*grads, atol=1e-6)

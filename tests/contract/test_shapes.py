@@ -128,3 +128,19 @@ def test_the_meta_device_gives_the_shape(first_torch_case):
         out = attn(q, k, v, is_causal=is_causal, key_mask=mask)
         assert out.is_meta
         assert out.shape == (2, 2, 37, 6)
+
+
+def test_lazily_negated_tensors(first_case):
+    """`z.conj().imag` is a view with a negative bit: its memory holds the opposite numbers."""
+    attn, inputs = first_case.make(), first_case.inputs(length=20)
+    lazy = [torch.complex(x, x).conj().imag for x in (y.float() for y in inputs)]
+    assert all(x.is_neg() for x in lazy)
+    stored = [x.resolve_neg().clone() for x in lazy]
+    for is_causal in first_case.causal_modes:
+        assert torch.equal(attn(*lazy, is_causal=is_causal), attn(*stored, is_causal=is_causal))
+    leaves = [x.clone().requires_grad_() for x in stored]
+    out = attn(*leaves)
+    grad = torch.complex(out.detach(), out.detach()).conj().imag
+    found = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    wanted = torch.autograd.grad(out, leaves, grad.resolve_neg().clone())
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

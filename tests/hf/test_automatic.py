@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForQuestionAnswering, CLIPConfig, CLIPModel
+from transformers import (
+    BatchEncoding,
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+)
 
 import subquad as sq
 from subquad.hf import convert, revert
@@ -89,11 +97,11 @@ def test_caches_of_keys_grow_with_the_length() -> None:
     groups = [{"heads": [0], "mechanism": "multipole"}, {"heads": [1], "mechanism": "local", "window": 8}]
     mixed = sq.create("head-groups", 8, 4, 2, groups=groups)
     plan: Any = SimpleNamespace(shapes={0: (8, 4, 2)})
-    sizes = [automatic._cache_bytes(plan, {0: mixed}, length) for length in (4096, 16384)]
+    sizes = [automatic._cache_bytes({}, plan, {0: mixed}, length, 4) for length in (4096, 16384)]
     for exact, ours in sizes:
         assert exact / 2 < ours < 2 * exact
     assert 3.5 < sizes[1][1] / sizes[0][1] < 4.1
-    fixed = [automatic._cache_bytes(plan, {0: sq.create("linear", 8, 4, 2)}, n)[1] for n in (4096, 16384)]
+    fixed = [automatic._cache_bytes({}, plan, {0: sq.create("linear", 8, 4, 2)}, n, 4)[1] for n in (4096, 16384)]
     assert fixed[0] == fixed[1]
 
 
@@ -270,3 +278,82 @@ def test_hybrid_by_name_has_the_best_far_field_or_none(monkeypatch: pytest.Monke
     grouped = make("llama")  # four heads on two of keys
     _, report = convert(grouped, "hybrid", window=4, sinks=1, calibration=[text()])
     assert [row.mechanism["mechanism"] for row in report.layers if row.mechanism][1] == "local"
+
+
+def decoder() -> tuple[Any, list[Any]]:
+    """A model whose attention matters little, so that an approximation of it is within an error, and batches for it."""
+    model = make("llama")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.01)
+    return model, [{"input_ids": text(seed=s)["input_ids"]} for s in range(4)]
+
+
+def test_a_resume_file_is_for_the_same_layers_and_config(known_times: None, tmp_path: Path) -> None:
+    """Layer 0 within the error says nothing of layer 1, nor of the same weights with another scale."""
+    model, batches, file = *decoder(), tmp_path / "file"
+    call: dict[str, Any] = {"calibration": batches, "candidates": [NARROW], "error": 0.9, "length": 8192}
+    _, first = convert(model, layers=[0], resume=file, **call)
+    revert(model)
+    _, fresh = convert(model, layers=[1], **call)
+    revert(model)
+    _, resumed = convert(model, layers=[1], resume=file, **call)
+    assert first.choice is not None and fresh.choice is not None and resumed.choice is not None
+    assert resumed.choice.error == fresh.choice.error != first.choice.error
+    revert(model)
+    again, _ = convert(model, layers=[1], resume=file, **call)
+    key = torch.load(file, weights_only=True)["key"]
+    revert(again)
+    model.config.rms_norm_eps *= 2
+    convert(model, layers=[1], resume=file, **call)
+    assert torch.load(file, weights_only=True)["key"] != key
+
+
+def test_layers_that_stay_exact_count_in_times_and_cache(known_times: None) -> None:
+    model, batches = decoder()
+    call: dict[str, Any] = {"calibration": batches, "candidates": [NARROW], "error": 0.9, "length": 8192}
+    _, some = convert(model, layers=[0], **call)
+    revert(model)
+    _, every = convert(model, **call)
+    assert some.choice is not None and every.choice is not None
+    assert some.choice.cache_bytes is not None and every.choice.cache_bytes is not None
+    exact = 3 * 2 * 4 * 2 * 8 * 8192  # layers, keys and values, bytes, heads, width, tokens
+    assert some.choice.cache_bytes[0] == every.choice.cache_bytes[0] == exact
+    assert every.choice.cache_bytes[1] < exact / 3 < 2 * exact / 3 < some.choice.cache_bytes[1]
+    gains = [c.choice.times[-1]["exact_seconds"] / c.choice.times[-1]["seconds"] for c in (some, every)]  # type: ignore[union-attr]
+    assert gains[0] < 1.6 < gains[1]  # a third of the layers cannot make it twice as fast
+    revert(model)
+    _, half = convert(model.to(torch.bfloat16), **call)
+    assert half.choice is not None and half.choice.cache_bytes is not None
+    assert half.choice.cache_bytes[0] == exact // 2
+
+
+def test_held_out_batches_without_a_token_are_refused() -> None:
+    batches = padded_batches(4)
+    batches[3]["attention_mask"] = torch.zeros_like(batches[3]["attention_mask"])
+    with pytest.raises(ValueError, match=r"held out .* padding only"):
+        convert(encoder(), calibration=batches, candidates=[NARROW], error=0.5, length=8192)
+
+
+def test_what_a_tokenizer_gives_is_a_batch(known_times: None) -> None:
+    batches = [BatchEncoding(one) for one in padded_batches(4)]
+    _, report = convert(encoder(), calibration=batches, candidates=[NARROW], error=0.9, length=8192)
+    assert report.choice is not None
+
+
+def test_a_decoder_beside_an_encoder_is_judged_on_its_own_tokens() -> None:
+    inputs = make_batch("bart")
+    inputs["decoder_input_ids"] = inputs["input_ids"]  # as long as the encoder's, which a mask could be taken for
+    ((_, _, every),) = outputs(make("bart"), [inputs])
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 3:] = 0
+    ((_, _, some),) = outputs(make("bart"), [{**inputs, "decoder_attention_mask": mask}])
+    assert every is None and some is not None and torch.equal(some, mask.bool())
+
+
+def test_as_many_labels_as_tokens_are_no_tokens() -> None:
+    config = BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, num_labels=48
+    )
+    model = BertForSequenceClassification(config)
+    ((_, x, mask),) = outputs(model.eval(), padded_batches(1))
+    assert x.shape == (3, 48) and mask is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,29 @@ def test_a_choice_is_about_the_layers_that_are_converted(monkeypatch: pytest.Mon
     assert [index for index, one in report.choice.mechanisms.items() if one is not None] == [0, 2]
     found = output_error(outputs(model, batches[3:]), outputs(make("llama"), batches[3:]))
     assert found == pytest.approx(report.choice.error, abs=1e-6)
+
+
+def test_a_model_that_reads_padding_is_not_given_a_mechanism_that_leaves_it_out() -> None:
+    """SigLIP pools the last token, also where it is padding, whose own output a window has as 0."""
+    torch.manual_seed(0)
+    config = tf.SiglipTextConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = tf.SiglipTextModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    inputs = [text()]
+    for name, options in (("local", {"window": 500}), ("hybrid", {"window": 500}), ("sparse", {"stride": 500})):
+        with pytest.raises(ValueError, match=r"no layer is left to convert: .*\(pooler_output\) differs"):
+            convert(model, name, calibration=inputs, **options)
+    converted, report = convert(model, "multipole", calibration=inputs)
+    assert report.converted == [0]
+    sq.hf.revert(converted)
+
+
+def test_one_object_in_two_layers_is_two_mechanisms(tmp_path: Path) -> None:
+    model = make("bert")
+    one = sq.create("performer", 8, 4, num_features=16, seed=0)
+    convert(model, [one, one, one])
+    model.save_pretrained(tmp_path)
+    assert torch.equal(real_logits(sq.hf.load(tmp_path), text()), real_logits(model, text()))

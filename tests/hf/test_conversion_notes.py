@@ -387,3 +387,24 @@ def test_an_adapter_on_a_saved_converted_base_comes_back_on_it(tmp_path: Path) -
         same(again(input_ids=IDS).logits, adapted(input_ids=IDS).logits)
         assert far(adapted(input_ids=IDS).logits, model(input_ids=IDS).logits)
     assert all(converted(again))
+
+
+@pytest.mark.parametrize("damage", ["one layer", "no layer", "another mechanism", "facts", "a layer"])
+def test_a_note_that_does_not_fit_the_weights_is_refused(tmp_path: Path, damage: str) -> None:
+    model, _ = convert(llama(), "performer", num_features=8, seed=0)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    note, first = config[NOTE], next(iter(config[NOTE]["layers"]))
+    if damage == "one layer":
+        del note["layers"][first]
+    elif damage == "no layer":
+        note["layers"] = {}
+    elif damage == "another mechanism":
+        note["layers"] = {name: {"mechanism": "local", "head_dim": 16, "window": 4} for name in note["layers"]}
+    elif damage == "facts":
+        note["facts"] = "x"
+    else:
+        note["layers"][first] = "performer"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"not the one that it was saved with|is damaged"):
+        load(tmp_path)

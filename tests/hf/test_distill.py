@@ -313,3 +313,9 @@ def test_what_would_be_lost_or_not_fit_is_refused_first():
     deeper = BertModel(BertConfig(**{**teacher.config.to_dict(), "num_hidden_layers": 3}), add_pooling_layer=False)
     with pytest.raises(ValueError, match="the teacher has 3 attention layers, the student 2"):
         distill(deeper.eval(), student_of(teacher), batches(), steps=1)
+
+
+def test_nothing_to_train_is_said():
+    teacher = bert()
+    with pytest.raises(ValueError, match="nothing to train: 'local' has no parameters"):
+        distill(teacher, student_of(teacher, {"mechanism": "local", "window": 4}), batches(1), steps=3)

@@ -83,3 +83,25 @@ def test_what_has_no_such_positions_is_refused() -> None:
     model = tf.BertModel(tf.BertConfig(vocab_size=30, **size))
     with pytest.raises(ValueError, match="needs a SentenceTransformer and length="):
         sq.hf.convert(model, "linear", positions="interpolate", length=64)
+
+
+def test_a_refused_second_conversion_leaves_the_first(tmp_path: Path) -> None:
+    model = encoder(tmp_path)
+    model, _ = sq.hf.convert(model, "local", window=500, positions="interpolate", length=64)
+    long = " ".join(f"w{i % 40}" for i in range(50))
+    before = model.encode([long])
+    with pytest.raises(ValueError, match="converted already"):
+        sq.hf.convert(model, "local", window=5, positions="interpolate", length=128)
+    assert (model.encode([long]) == before).all()
+    assert model.max_seq_length == 64 and type(model[0]).__name__ == "ConvertedTransformer"
+
+
+def test_where_nothing_is_converted_positions_stay_as_they_were(tmp_path: Path) -> None:
+    model = encoder(tmp_path)
+    texts = [" ".join(f"w{(i * s) % 40}" for i in range(60)) for s in (1, 3, 7, 9)]
+    candidates = [{"mechanism": "performer", "num_features": 4}]
+    model, report = sq.hf.convert(
+        model, positions="interpolate", length=64, calibration=texts, candidates=candidates, error=1e-6
+    )
+    assert not report.converted
+    assert model.max_seq_length == 16 and type(model[0]).__name__ == "Transformer"

@@ -409,3 +409,16 @@ def test_causal_is_refused_because_centroids_see_the_future(name):
 def test_wrong_options(options, kind, message):
     with pytest.raises(kind, match=message):
         sq.create("improved-clustered", D, **options)
+
+
+@needs_native
+@pytest.mark.parametrize("name", NAMES)
+def test_wide_queries_in_half_precision_beside_few_narrow_values(name):
+    """Their rows are converted one by one, in memory of their own (the sanitizers' build tells)."""
+    attn = sq.create(name, 1024, clusters=200, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, n, 1024, generator=generator).half() for n in (400, 2))
+    v = torch.randn(1, 1, 2, 8, generator=generator).half()
+    want = attn(q.float(), k.float(), v.float())
+    for _ in range(20):
+        assert torch.allclose(attn(q, k, v).float(), want, atol=2e-2)

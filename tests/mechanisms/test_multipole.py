@@ -410,3 +410,32 @@ def test_inspect_takes_a_bool_alone():
     attn = sq.create("multipole", 8)
     with pytest.raises(TypeError, match="is_causal"):
         attn.inspect(*torch.randn(3, 1, 1, 8, 8), "yes")
+
+
+@needs_native
+def test_equal_clusters_are_taken_as_far_as_they_fit():
+    """A context that repeats itself has clusters of equal value: not all or none of them, but the first ones."""
+    g = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 64, 16, generator=g).repeat(1, 1, 32, 1)
+    q, v = torch.randn(1, 1, 50, 16, generator=g), torch.randn(1, 1, 64, 16, generator=g).repeat(1, 1, 32, 1)
+    attn = sq.create("multipole", 16, chunk=64, clusters=4, exact_keys=200, seed=0)
+    spec, call = attn._spec(), Call(0.25)
+    ours, theirs = native.make_choices(spec, call, q, k, v), reference.make_choices(spec, call, q, k, v)
+    assert torch.equal(ours.selection, theirs.selection)
+    assert attn.inspect(q, k, v).exact_keys.min() > 150
+    assert torch.allclose(attn(q, k, v), attn(q, k, v, backend="chunked"), atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("later", [1e19, float("inf"), float("nan")])
+def test_later_values_do_not_change_what_an_error_chooses(later):
+    attn = sq.create("multipole", 16, chunk=8, clusters=3, error=0.05, seed=0)
+    for seed in range(8):  # clusters of the next chunk share a vector with visible ones in some of them
+        q, k, v = draw(length=40, seed=seed)
+        other = v.clone()
+        other[:, :, 36] = later
+        found = [attn(q, k, x, is_causal=True)[:, :, :36] for x in (v, other)]
+        assert torch.equal(*found)
+        inspected = [attn.inspect(q, k, x, is_causal=True) for x in (v, other)]
+        assert torch.equal(*(x.exact_keys[..., :36] for x in inspected))
+        assert torch.equal(*(x.squared_error[..., :36] for x in inspected))

@@ -107,6 +107,12 @@ def _judge(exact: Any, inner: Any, tokenizer: Any, held: list[Any]) -> tuple[str
     return kind, lambda one: sentence_cosine(one, exact, held)
 
 
+def _needs_more_than_text(model: Any) -> bool:
+    """Whether token ids of one text are not an input of this model."""
+    config = model.config
+    return bool(getattr(config, "is_encoder_decoder", False)) or getattr(model, "main_input_name", "") != "input_ids"
+
+
 def _longest(model: Any, config: Any, tokenizer: Any, length: int | None) -> int:
     """Tokens of a document at the most: as many as the model takes, up to 2048 or the length to choose for."""
     text = config.get_text_config()
@@ -161,6 +167,7 @@ def convert(
     from subquad import hf
     from subquad.hf.conversion.attachment import outermost
     from subquad.hf.distillation.distilling import distill as run_distillation
+    from subquad.hf.distillation.trainable import learns
     from subquad.lab import machine, write_json
     from subquad.lab.converted import memory_of, pays_from, time_models
     from subquad.lab.quality import KINDS, to_batches
@@ -197,7 +204,12 @@ def convert(
         torch.manual_seed(0)
         exact, inner, tokenizer = _read(model)
         longest = _longest(exact, inner.config, tokenizer, length)
-        padding = inner.config.get_text_config().pad_token_id or 0
+        if (calibrate is not None or distill is not None) and _needs_more_than_text(inner):
+            raise ValueError(
+                f"{type(inner).__name__} takes more than one text (images, sounds, or what its decoder is to say): "
+                "convert it in Python, sq.hf.convert(model, calibration=batches), with batches as the model takes them"
+            )
+        padding = getattr(inner.config.get_text_config(), "pad_token_id", None) or 0
         held: list[dict[str, torch.Tensor]] = []
         aside: list[list[int]] = []
         batches, training = None, None
@@ -219,8 +231,8 @@ def convert(
         record: dict[str, Any] = {"model": model, "mechanism": chosen, "layers": report.as_dict(), "machine": machine()}
         print(report)
         write_json(out / "report.json", record)
-        unfinished.unlink(missing_ok=True)
         if not report.converted:
+            unfinished.unlink(missing_ok=True)
             print(f"no model was written; every number: {out / 'report.json'}", file=sys.stderr)
             return
 
@@ -230,6 +242,9 @@ def convert(
             values = {"exact": judge(exact), "converted": judge(converted)}
             for name, choice in _baselines(report).items():
                 values[name] = judge(hf.convert(copy.deepcopy(exact), choice, layers=report.converted)[0])
+        if training is not None and not lora_steps and not learns(converted):
+            print("--distill: these mechanisms have nothing to train; --lora-steps trains the projections around them")
+            training = None
         if training is not None:
             step("distilling", 3, 5)
             learned = run_distillation(
@@ -250,10 +265,11 @@ def convert(
             converted.save_pretrained(out)
             if tokenizer is not None:
                 tokenizer.save_pretrained(out)
+        unfinished.unlink(missing_ok=True)
         write_json(out / "report.json", record)
         if speed:
             step("time against length", 4, 5)
-            rows = time_models(inner, next(outermost(converted)), at)
+            rows = [] if _needs_more_than_text(inner) else time_models(inner, next(outermost(converted)), at)
             for name, folder in (("exact", Path(model)), ("converted", out)):
                 for row, found in zip(rows, memory_of(folder, at), strict=False):
                     row[f"{name}_bytes"] = found.get("bytes")
@@ -272,7 +288,7 @@ def _baselines(report: "ConversionReport") -> dict[str, Any]:
     windows = [config["window"] for config in configs if isinstance(config.get("window"), int)]
     if windows and len(windows) == len(configs):
         sinks = max(int(config.get("sinks") or 0) for config in configs)
-        found["window only"] = {"mechanism": "local", "window": max(windows), "global_tokens": sinks}
+        found["window only"] = {"mechanism": "local", "window": max(windows), "sinks": sinks}
     return found
 
 

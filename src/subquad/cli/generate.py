@@ -66,9 +66,11 @@ def _open(folder: Path) -> tuple[Any, "PreTrainedTokenizerBase"]:
     return _model(folder, config).eval(), tokenizer
 
 
-def _check_length(config: Any, prompt: int, tokens: int) -> None:
+def _check_length(model: Any, prompt: int, tokens: int) -> None:
     """Refuse a text that will not fit learned positions before the first token, not in the middle of it."""
-    most = getattr(config, "max_positions", None)
+    from subquad.hf.conversion.positions import learned_positions
+
+    most = getattr(model.config, "max_positions", None) or learned_positions(model)
     if most is not None and prompt + tokens > most:
         raise ValueError(
             f"the prompt has {prompt} tokens and --tokens asks for {tokens} more, but the model learned {most} "
@@ -90,6 +92,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same text.")] = 0,
 ) -> None:
     """Continue a text with a saved model; tokens are printed as they come."""
+    from subquad.mechanisms import Mechanism
     from subquad.nn.generation import check_sampling
 
     with user_errors():
@@ -106,9 +109,11 @@ def generate(
         encoded = tokenizer(text, return_tensors="pt")
         if encoded["input_ids"].numel() == 0:
             raise ValueError("--prompt is empty: give at least one character to continue")
-        _check_length(model.config, encoded["input_ids"].shape[1], tokens)
+        _check_length(model, encoded["input_ids"].shape[1], tokens)
         drawing = sample or any(option is not None for option in (temperature, top_k, top_p))
         options: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": drawing, "num_beams": beams}
+        # Without a state there is nothing to keep in a cache: every token computes all of them again.
+        options["use_cache"] = all(one.recurrent for one in model.modules() if isinstance(one, Mechanism))
         if drawing:
             options.update(temperature=temperature or 1.0, top_k=top_k or 0, top_p=1.0 if top_p is None else top_p)
         if tokenizer.pad_token_id is not None:

@@ -49,13 +49,15 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal:
     if dense:
         assert visible is not None
         return dense_softmax(q, k, v, visible, call.scale)
-    grouped = _decided(q.shape[1] != k.shape[1])
+    grouped, scale = _decided(q.shape[1] != k.shape[1]), call.scale
+    if scale <= 0:  # torch hides later keys before it scales, which makes -inf something else
+        q, scale = q * scale, 1.0
     if visible is None:
         first = is_causal and _decided(past == 0)
-        return fused_attention(q, k, v, is_causal=first, scale=call.scale, enable_gqa=grouped)
+        return fused_attention(q, k, v, is_causal=first, scale=scale, enable_gqa=grouped)
     # A row without a visible key would be 0/0: let it see everything, then make it 0.
     empty = ~visible.any(-1, keepdim=True)
-    out = fused_attention(q, k, v, attn_mask=visible | empty, scale=call.scale, enable_gqa=grouped)
+    out = fused_attention(q, k, v, attn_mask=visible | empty, scale=scale, enable_gqa=grouped)
     return out.masked_fill(empty, 0.0)
 
 

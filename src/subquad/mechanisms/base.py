@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .. import checks
@@ -40,8 +41,16 @@ def check_call(call: Call) -> None:
         checks.check_option("backend", call.backend, ("reference",))
 
 
+def as_stored(x: Tensor) -> Tensor:
+    """x with its values in memory: of a lazy negation, as `z.conj().imag` is one, kernels would read the opposite."""
+    if torch.compiler.is_compiling():  # it cannot ask, and the operators themselves look
+        return x
+    return x.resolve_neg() if x.is_neg() else x
+
+
 def without_padding(k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """k and v with zeros at masked keys: a weight of 0 times NaN would still be NaN, forward and in the gradient."""
+    k, v = as_stored(k), as_stored(v)
     if key_mask is None:
         return k, v
     hidden = key_mask.logical_not().unsqueeze(1).unsqueeze(-1)
@@ -60,6 +69,7 @@ class Mechanism(nn.Module):
         causal_refusal:            why there is no causal form, where there is none
         cross:                     there may be fewer or more queries than keys
         each_query_alone:          no query changes what another one gets
+        zero_at_padding:           the output of a token whose key is masked is 0
         follows_autocast:          products are in autocast's dtype; the others are outside of it, in float32 or wider
         leaks_by_selection:        in causal calls, which keys a query sees can depend on later tokens
         CONTRACT_VARIANTS:         option sets that the contract tests run; every option appears in one of them
@@ -69,11 +79,11 @@ class Mechanism(nn.Module):
     equation: ClassVar[str]
     paper: ClassVar[str]
     complexity: ClassVar[str]
-    causal: ClassVar[bool] = True
-    recurrent: ClassVar[bool] = False
-    exact: ClassVar[bool] = False
-    kernelised: ClassVar[bool] = False
-    causal_refusal: ClassVar[str] = ""
+    causal: bool = True
+    recurrent: bool = False
+    exact: bool = False
+    kernelised: bool = False
+    causal_refusal: str = ""
     # Other names of options that are accepted, and what they stand for.
     aliases: ClassVar[dict[str, str]] = {}
     cross: bool = True
@@ -83,6 +93,7 @@ class Mechanism(nn.Module):
     merges: bool = True
     crops: bool = False
     each_query_alone: bool = False
+    zero_at_padding: bool = False
     follows_autocast: bool = False
     leaks_by_selection: bool = False
     # Whether weights can be negative: then a normaliser can come close to 0 and outputs are unbounded.
@@ -219,7 +230,7 @@ class Mechanism(nn.Module):
             checks.check_causal_lengths(q, k)
         if q.shape[0] == 0 or v.shape[-1] == 0:
             return empty_output(q, k, v)  # of the last, odd-sized batch of a data loader
-        k, v = without_padding(k, v, key_mask)
+        q, (k, v) = as_stored(q), without_padding(k, v, key_mask)
         call = Call(self.resolve_scale(scale), key_mask, query_mask, backend, chunk_size)
         attend = self._attend if self.attend_override is None else partial(self.attend_override, self)
         with self._precision(q):
@@ -265,7 +276,7 @@ class Mechanism(nn.Module):
                 "use absorb(k, v) and read(q, state) for cross attention"
             )
         checks.check_chunk_size(chunk_size)
-        k, v = without_padding(k, v, key_mask)
+        q, (k, v) = as_stored(q), without_padding(k, v, key_mask)
         call = Call(self.resolve_scale(scale), key_mask, None, backend, chunk_size)
         with self._precision(q):
             return self._scan(q, k, v, state, call)
@@ -309,7 +320,7 @@ class Mechanism(nn.Module):
         checks.check_chunk_size(chunk_size)
         call = Call(self.resolve_scale(scale), None, None, backend, chunk_size)
         with self._precision(q):
-            return self._read(q, state, call)
+            return self._read(as_stored(q), state, call)
 
     def _precision(self, x: Tensor) -> AbstractContextManager[Any]:
         return nullcontext() if self.follows_autocast else full_precision(x)

@@ -218,16 +218,13 @@ class HeadGroups(Mechanism):
         self.merges = all(part.merges for part in parts)
         self.leaks_by_selection = any(part.leaks_by_selection for part in parts)
         self.each_query_alone = all(part.each_query_alone for part in parts)
+        self.zero_at_padding = any(part.zero_at_padding for part in parts)
         self.quadratic = any(part.quadratic for part in parts)
-        # Facts of a class elsewhere; here of what was put together.
-        for fact, value in (
-            ("causal", all(part.causal for part in parts)),
-            ("recurrent", all(part.recurrent for part in parts)),
-            ("constant_memory", all(part.constant_memory for part in parts)),
-            ("exact", all(part.exact for part in parts) and not balance),
-            ("causal_refusal", next((part.causal_refusal for part in parts if not part.causal), "")),
-        ):
-            object.__setattr__(self, fact, value)
+        self.causal = all(part.causal for part in parts)
+        self.recurrent = all(part.recurrent for part in parts)
+        self.constant_memory = all(part.constant_memory for part in parts)
+        self.exact = all(part.exact for part in parts) and not balance
+        self.causal_refusal = next((part.causal_refusal for part in parts if not part.causal), "")
 
     def resolve_scale(self, scale: float | None) -> float:
         """The caller's scale, or NaN: the groups may have different defaults, so each takes its own."""

@@ -30,7 +30,7 @@ from ..kernels.multipole.states import ConstantState, MultipoleState
 from ..kernels.operator import Call, attend
 from ..kernels.padding import Order, real_keys
 from ..state import check_continues, check_fits
-from .base import Mechanism, without_padding
+from .base import Mechanism, as_stored, without_padding
 
 __all__ = ["ConstantState", "Multipole", "MultipoleState"]
 
@@ -145,7 +145,7 @@ class Multipole(Mechanism):
             if sinks is not None and sinks > chunk:
                 raise ValueError(f"sinks={sinks} must be at most chunk={chunk}: they are of a sequence's first chunk")
         self.memory, self.limit, self.sinks = memory, limit, sinks
-        self.constant_memory = memory == "constant"
+        self.constant_memory = self.zero_at_padding = memory == "constant"
         self.quadratic = not self.constant_memory
         self.merges = self.crops = not self.constant_memory
         self.chunk, self.clusters, self.exact_keys, self.iterations = chunk, clusters, exact_keys, iterations
@@ -325,7 +325,7 @@ class Multipole(Mechanism):
         if is_causal:
             checks.check_causal_lengths(q, k)
         call = Call(self.resolve_scale(scale), key_mask)
-        k, v = without_padding(k, v, key_mask)
+        q, (k, v) = as_stored(q), without_padding(k, v, key_mask)
         with torch.no_grad(), full_precision(q):
             return inspect(self._spec(causal=is_causal), call, q, k, v)
 

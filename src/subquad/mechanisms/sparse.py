@@ -52,6 +52,7 @@ class Sparse(Mechanism):
     complexity = "O(L (stride + L / stride) (D + E)), O(L sqrt(L)) at stride = sqrt(L)"
     cross = False
     each_query_alone = True
+    zero_at_padding = True
     quadratic = True
     CONTRACT_VARIANTS: ClassVar[tuple[dict[str, Any], ...]] = (
         {"stride": 6},

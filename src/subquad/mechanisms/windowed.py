@@ -31,6 +31,7 @@ class Windowed(WindowedLinearMechanism):
     """
 
     cross = False
+    zero_at_padding = True
     aliases: ClassVar[dict[str, str]] = {"global_tokens": "sinks"}
     # What to use where queries and keys are different tokens.
     instead_of_cross: str

@@ -132,8 +132,7 @@ def attend_seen(mechanism: Mechanism, seen: Seen, cross: bool) -> Tensor:
     """(B, Hq, L, E): a mechanism on what a call without a cache sees, also of several sequences in one row."""
     if seen.segments is not None:
         return _packed(mechanism, seen, cross)
-    # Mechanisms that choose for several queries at once must be told which are padding, and give 0 there; the others
-    # give what the model's own attention gives, wherever it is looked at.
+    # Mechanisms that choose for several queries at once must be told which are padding, and give 0 there.
     own = None
     if not cross and seen.q.shape[2] == seen.k.shape[2] and not mechanism.each_query_alone:
         own = seen.key_mask

@@ -24,7 +24,7 @@ from .layers import AttentionLayer, known_layers
 from .placement import device_of
 from .torch_modules import watched
 
-__all__ = ["LayerSample", "capture", "evaluating", "run", "select_layers", "watching"]
+__all__ = ["LayerSample", "capture", "decodes_apart", "evaluating", "run", "select_layers", "token_mask", "watching"]
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,26 @@ def run(model: nn.Module, batch: Any) -> Any:
     raise TypeError(
         f"a batch must be a dict of tensors as the model takes them, a tuple or a tensor, got {type(batch).__name__}"
     )
+
+
+def decodes_apart(model: nn.Module) -> bool:
+    """Whether what it gives belongs to the tokens of a decoder beside an encoder, which have a mask of their own."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def token_mask(batch: Any, x: Tensor, decodes: bool) -> Tensor | None:
+    """Which rows of a model's output x (B, L, width) are of real tokens, (B, L) bool; None: all, or no row is a token.
+
+    decodes: see `decodes_apart`
+
+    >>> batch = {"attention_mask": torch.tensor([[1, 1, 0]])}
+    >>> token_mask(batch, torch.zeros(1, 3, 8), False), token_mask(batch, torch.zeros(1, 3), False)
+    (tensor([[ True,  True, False]]), None)
+    """
+    mask = batch.get("decoder_attention_mask" if decodes else "attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or x.dim() != 3 or mask.shape != x.shape[:2]:
+        return None
+    return mask.bool()
 
 
 class _Watch:

@@ -181,7 +181,7 @@ def _reached(model: nn.Module, ours: Sequence[nn.Module], trial: Trial) -> set[i
 
 
 class StandIn(Mechanism):
-    """Exact attention that goes the way of an approximation: with it, a converted model must be the exact one."""
+    """Exact attention run through the converted code path: with it, a converted model must be the exact one."""
 
     name = "stand-in"
     equation = "softmax(q k^T / sqrt(D)) v"
@@ -192,9 +192,8 @@ class StandIn(Mechanism):
     def __init__(self, head_dim: int, recurrent: bool = True, cross: bool = True, alone: bool = True) -> None:
         super().__init__(head_dim)
         self.inner = Softmax(head_dim)
-        self.cross = cross
         # Facts of the class elsewhere, here of what it stands for.
-        self.__dict__.update(recurrent=recurrent, each_query_alone=alone)
+        self.cross, self.recurrent, self.each_query_alone = cross, recurrent, alone
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
         return self.inner._attend(q, k, v, call, is_causal=is_causal)
@@ -209,6 +208,11 @@ class StandIn(Mechanism):
         return self.inner._read(q, state, call)
 
 
+def _drops_padding(mechanism: Mechanism) -> bool:
+    """Whether a padded token gets 0 as its own output, where the exact model computes something."""
+    return not mechanism.each_query_alone or mechanism.zero_at_padding
+
+
 def _wrong(
     model: nn.Module,
     chosen: Sequence[tuple[AttentionLayer, Mechanism]],
@@ -216,11 +220,11 @@ def _wrong(
 ) -> str:
     """What is not as it was with exact attention in the converted path of these layers, or ""."""
     attached = []
-    together = not all(mechanism.each_query_alone for _, mechanism in chosen)
+    some_drop_padding = any(_drops_padding(mechanism) for _, mechanism in chosen)
     try:
         for layer, mechanism in chosen:
             assert layer.head_dim is not None
-            facts = (mechanism.recurrent, mechanism.cross, mechanism.each_query_alone)
+            facts = (mechanism.recurrent, mechanism.cross, not _drops_padding(mechanism))
             attach(model, layer, StandIn(layer.head_dim, *facts).to(device_of(layer.module)))
             attached.append(layer)
         for trial, outputs in wanted:
@@ -231,8 +235,8 @@ def _wrong(
             except Exception as error:
                 return f"with {trial.name} it raises {type(error).__name__}: {error}"
             for name, x in outputs.items():
-                if together and "left" in trial.name and not name.endswith(TOKENS):
-                    continue  # what a model makes of padding at its beginning, which joint choices of queries leave out
+                if some_drop_padding and "left" in trial.name and not name.endswith(TOKENS):
+                    continue  # what a model makes of padding at its beginning
                 difference = _difference(found[name], x) if name in found else math.inf
                 if difference > _tolerance(x)[1]:
                     return f"with {trial.name} the model's output ({name}) differs by {difference:.2g}"

@@ -8,6 +8,7 @@ layers, a list with one per layer, or a mapping from layer numbers or names.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +129,10 @@ def assign(
             made.append(Assignment(layer, None, "not asked for"))
             continue
         alone = whole or len(chosen) == 1
-        one = _build(chosen[layer.index], layer, options, alone)
+        choice = chosen[layer.index]
+        if isinstance(choice, Mechanism) and any(choice is a.mechanism for a in made):
+            choice = deepcopy(choice)  # one module in two layers could not be saved
+        one = _build(choice, layer, options, alone)
         if one is None:
             made.append(Assignment(layer, None, "chosen to stay exact"))
             continue

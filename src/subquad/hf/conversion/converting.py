@@ -49,6 +49,8 @@ def _batches(calibration: Iterable[Any] | None, model: Any) -> list[Any]:
     batches = list(calibration)
     if _is_sentence_encoder(model):
         batches = [dict(model.tokenize([one])) if isinstance(one, str) else one for one in batches]
+    # What a tokenizer gives is a mapping, but not one that torch's pytrees look into.
+    batches = [dict(one) if isinstance(one, Mapping) else one for one in batches]
     if not batches:
         raise ValueError(
             "calibration is empty: at least one batch is needed, a dict of tensors as the model takes them"
@@ -86,6 +88,8 @@ def _check_batch(number: int, batch: Any) -> None:
                 'tensors with return_tensors="pt"'
             )
     ids = batch.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() > 1 and not ids.numel():
+        raise ValueError(f"calibration[{number}]['input_ids'] has the shape {tuple(ids.shape)}: it holds no token")
     if isinstance(ids, torch.Tensor) and ids.dim() < 2:
         raise ValueError(
             f"calibration[{number}]['input_ids'] must have shape (batch, length), got {tuple(ids.shape)}; one text is "
@@ -178,7 +182,7 @@ def convert(
                  with the difference in the report, or raises if it was asked for by name
     positions:   "interpolate": let a SentenceTransformer with learned positions encode texts of up to `length` tokens
     candidates:  where no mechanism is named: dicts to choose from, like {"mechanism": "local", "window": 64}
-    resume:      where no mechanism is named: a file that keeps what was measured until the choice is made
+    resume:      where no mechanism is named: a file that keeps what was measured, for the same call to go on from
     progress:    called with (what, how many are done, of how many) while a mechanism is chosen
     options:     of the mechanism; `seed` is mixed with the layer's number, so that no two layers draw alike
 
@@ -218,13 +222,15 @@ def convert(
     from . import sentences
 
     assert length is not None
+    _refuse_converted(model)  # whose positions are not this call's to restore
     note = sentences.allow_longer_texts(model, length)  # first: what is calibrated with may be as long
+    report = None
     try:
         report = _convert(model, *given)
-    except BaseException:
-        sentences.restore_length(model)
-        raise
-    return model, replace(report, notes=(*report.notes, note))
+    finally:
+        if report is None or not report.converted:
+            sentences.restore_length(model)
+    return model, replace(report, notes=(*report.notes, note)) if report.converted else report
 
 
 @contextmanager
@@ -253,13 +259,7 @@ def _convert(
     length: int | None,
     options: dict[str, Any],
 ) -> ConversionReport:
-    layers = known_layers(model)
-    already = [layer for layer in layers if mechanism_of(layer.module) is not None]
-    if already:
-        raise ValueError(
-            f"the model is converted already (attention layer {already[0].index} is "
-            f"{mechanism_of(already[0].module).name!r}); call subquad.hf.revert(model) first"  # type: ignore[union-attr]
-        )
+    layers = _refuse_converted(model)
     batches = _batches(calibration, model)
     own = mechanism == "softmax"  # every layer goes on with its own function: there is nothing to find out
     trials = make_trials(model, batches) if check and not own else []
@@ -298,6 +298,19 @@ def _convert(
 
         sentences.mark_converted(model)
     return report
+
+
+def _refuse_converted(model: nn.Module) -> list[AttentionLayer]:
+    """The layers of a model that is not converted yet."""
+    layers = known_layers(model)
+    for layer in layers:
+        mechanism = mechanism_of(layer.module)
+        if mechanism is not None:
+            raise ValueError(
+                f"the model is converted already (attention layer {layer.index} is {mechanism.name!r}); call "
+                "subquad.hf.revert(model) first"
+            )
+    return layers
 
 
 def _approximate(assignments: Sequence[Assignment]) -> list[tuple[AttentionLayer, Mechanism]]:
@@ -342,7 +355,7 @@ def _far_is_worse(row: LayerReport) -> bool:
 
 def _window_alone(assignment: Assignment) -> Assignment:
     one: Any = assignment.mechanism
-    near = create("local", one.head_dim, one.heads, one.kv_heads, window=one.window, global_tokens=one.sinks)
+    near = create("local", one.head_dim, one.heads, one.kv_heads, window=one.window, sinks=one.sinks)
     _move(near, assignment.layer.module)
     return replace(assignment, mechanism=near)
 

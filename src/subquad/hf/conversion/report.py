@@ -149,7 +149,7 @@ class Errors:
                 "local",
                 mechanism.head_dim,
                 window=_WINDOW if window is None else window,
-                global_tokens=_SINKS if sinks is None else sinks,
+                sinks=_SINKS if sinks is None else sinks,
             )
         self.norm = 0.0
         self.squared: dict[str, float] = {}

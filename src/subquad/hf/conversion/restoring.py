@@ -57,6 +57,10 @@ def _note(model: Any) -> dict[str, Any] | None:
             f"the config's {NOTE} is not one that this version of subquad can read (version {VERSION} expected, got "
             f"{note.get('version') if isinstance(note, dict) else note!r}); use the subquad that saved the model"
         )
+    layers, facts = note["layers"], note.get("facts", {})
+    by_layer = isinstance(facts, dict) and all(isinstance(x, dict) for x in (*layers.values(), *facts.values()))
+    if not layers or not by_layer:
+        raise ValueError(f"the config's {NOTE} is damaged: layers and facts must be objects by layer, got {note!r}")
     return note
 
 
@@ -182,9 +186,16 @@ def _saved_config(where: Any, options: dict[str, Any]) -> dict[str, Any]:
     return dict(config)
 
 
-def _refuse_missing(info: dict[str, Any], where: object) -> None:
+def _refuse_missing(model: PreTrainedModel, info: dict[str, Any], where: object) -> None:
     lost = sorted(key for key in info["missing_keys"] if ".subquad." in f".{key}")
     odd = sorted(str(entry[0]) for entry in info["mismatched_keys"] if ".subquad." in f".{entry[0]}")
+    layers = [layer.name for layer in find_layers(model)]  # of a part of the whole, the others' weights are no matter
+    unused = sorted(key for key in info["unexpected_keys"] if any(key.startswith(f"{x}.subquad.") for x in layers))
+    if unused:
+        raise ValueError(
+            f"{where} holds weights of mechanisms that its config does not name, {unused[:4]}: the note {NOTE!r} in "
+            "config.json is not the one that it was saved with"
+        )
     if lost or odd:
         raise ValueError(
             f"{where} is a converted model, but its weights lack {(lost or odd)[:4]} or hold them in another shape: "
@@ -227,7 +238,7 @@ def _install() -> None:
         model, info = from_pretrained(cls, path, *inputs, output_loading_info=True, **options)
         if isinstance(model, PreTrainedModel):
             if _refuse_exact(model, path):
-                _refuse_missing(info, path)
+                _refuse_missing(model, info, path)
                 _settle(model)
                 forget(model)
             else:

@@ -111,7 +111,7 @@ class ConvertedMultiheadAttention(nn.MultiheadAttention):
             raise ValueError(
                 f"{where}: is_causal=True is a hint about attn_mask; pass attn_mask as well, as torch asks"
             )
-        if not mechanism.cross and key is value and query is not key:
+        if not mechanism.cross and query is not key and (key is value or not self._qkv_same_embed_dim):
             raise ValueError(
                 f"{where}: query is another tensor than key and value, which is cross attention, and {mechanism.name} "
                 "goes by the places of one sequence. Pass the same tensor three times, or leave this layer exact"

@@ -36,7 +36,7 @@ from ..conversion.output_projections import projection_names
 from .checkpoint import STUDENT, Checkpoint, Stage
 from .losses import attention_loss, model_loss
 from .teacher_cache import TeacherCache
-from .trainable import attention_tensors, bounded, gradients_off, trainable_buffers
+from .trainable import attention_tensors, bounded, gradients_off, learns, trainable_buffers
 
 __all__ = ["DistillationReport", "distill"]
 
@@ -139,6 +139,12 @@ def distill(
         raise ValueError(
             f"the teacher has {layers[0]} attention layers, the student {layers[1]}: the student must be a converted "
             "copy of the teacher"
+        )
+    if not lora_steps and not learns(student):
+        name = next(one.name for one in map(mechanism_of, student.modules()) if one is not None)
+        raise ValueError(
+            f"there is nothing to train: {name!r} has no parameters and no calibration. lora_steps= trains the "
+            "projections around it"
         )
     settings = {"steps": steps, "lr": lr, "lora_steps": lora_steps, "lora_rank": lora_rank, "lora_lr": lora_lr,
                 "seed": seed}  # fmt: skip

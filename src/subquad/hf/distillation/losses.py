@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...mechanisms.softmax import Softmax
 from ...nn.pooling import pool
-from ..conversion.capturing import capture, run
+from ..conversion.capturing import capture, decodes_apart, run, token_mask
 from ..conversion.interface import mechanism_of
 from ..conversion.layers import known_layers
 from ..conversion.output_projections import output_weight
@@ -70,7 +70,7 @@ def _outputs(model: nn.Module, batch: Any) -> Tensor:
 def output_loss(student: Tensor, teacher: Tensor, mask: Tensor | None, *, logits: bool) -> Tensor:
     """KL(teacher || student) of logits, mean over real tokens; for hidden states the relative squared error, and that
     of their mean over the sequence, which is what sentence encoders use."""
-    real = None if mask is None or student.shape[: mask.dim()] != mask.shape else mask.bool()
+    real = None if mask is None else mask.bool()
     if logits:
         loss = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
         return loss.mean() if real is None else loss[real].mean()
@@ -78,8 +78,6 @@ def output_loss(student: Tensor, teacher: Tensor, mask: Tensor | None, *, logits
         return (student - teacher).square().sum() / teacher.square().sum()
     weight = real.unsqueeze(-1).to(student.dtype)
     tokens = ((student - teacher) * weight).square().sum() / (teacher * weight).square().sum()
-    if student.dim() != 3:
-        return tokens
     pooled, wanted = (pool(x, real, "mean") for x in (student, teacher))
     return tokens + (pooled - wanted).square().sum() / wanted.square().sum()
 
@@ -98,7 +96,7 @@ def model_loss(
     found = _outputs(student, batch)
     if extra is not None:
         return extra(found, wanted, batch)
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    mask = token_mask(batch, wanted, decodes_apart(teacher))
     config: Any = getattr(teacher, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return output_loss(found, wanted, mask, logits=wanted.shape[-1] == getattr(text, "vocab_size", None))

@@ -22,7 +22,7 @@ from ...features.polynomial import PolynomialFeatures
 from ...features.random import ExponentialFeatures, RandomFeatures
 from ..conversion.interface import mechanism_of
 
-__all__ = ["attention_tensors", "bounded", "gradients_off", "loss_between", "trainable_buffers"]
+__all__ = ["attention_tensors", "bounded", "gradients_off", "learns", "loss_between", "trainable_buffers"]
 
 
 def _wanted(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -39,6 +39,12 @@ def _wanted(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if centred and isinstance(module.calibration, Calibration):
             yield module.calibration, "query_mean"
             yield module.calibration, "key_mean"
+
+
+def learns(model: nn.Module) -> bool:
+    """Whether the mechanisms of a converted model have anything to learn."""
+    with trainable_buffers(model):
+        return bool(attention_tensors(model))
 
 
 @contextmanager

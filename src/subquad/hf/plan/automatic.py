@@ -33,7 +33,7 @@ from ...mechanisms import Mechanism
 from ...planning.cost import clock
 from ...state import state_bytes
 from ..conversion.attachment import attach, detach
-from ..conversion.capturing import capture, evaluating, run
+from ..conversion.capturing import capture, decodes_apart, evaluating, run, token_mask
 from ..conversion.layers import AttentionLayer
 from ..conversion.placement import device_of
 from .candidates import AUTOMATIC, EXACT, checked_candidates
@@ -102,7 +102,8 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
     tokens that count: real ones, and of logits those with a label where the batch has labels."""
     found: list[tuple[str, Tensor, Tensor | None]] = []
     generates: Any = getattr(model, "can_generate", None)
-    predicts = generates is not None and generates() and not model.config.is_encoder_decoder  # type: ignore[union-attr]
+    decodes = decodes_apart(model)
+    predicts = generates is not None and generates() and not decodes
     with evaluating(model):
         for batch in batches:
             out = run(model, batch)
@@ -122,26 +123,22 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
                     x = torch.stack([x, out["end_logits"]], 1)
             elif not isinstance(out, Tensor):
                 x = out[0]
-            found.append((kind, x.float(), _counted(batch, kind, x, predicts)))
+            found.append((kind, x.float(), _counted(token_mask(batch, x, decodes), batch, kind, x, predicts)))
     return found
 
 
-def _counted(batch: Any, kind: str, x: Tensor, next_token: bool = False) -> Tensor | None:
+def _counted(real: Tensor | None, batch: Any, kind: str, x: Tensor, next_token: bool = False) -> Tensor | None:
     """Which rows of x (B, L, ...) are judged, (B, L); None: all.
 
     Of a masked language model those are the hidden tokens, which the labels tell: the others it repeats, and seven of
     them beside each hidden one would make any error look small. next_token: row i predicts label i + 1.
     """
-    if not isinstance(batch, Mapping):
-        return None
-    real, labels = (
-        one if isinstance(one, Tensor) and one.shape == x.shape[:2] else None
-        for one in (batch.get("attention_mask"), batch.get("labels"))
-    )
-    if labels is not None and kind == "logits" and bool((labels != UNLABELLED).any()):
+    labels = batch.get("labels") if isinstance(batch, Mapping) and x.dim() == 3 else None
+    if isinstance(labels, Tensor) and labels.shape == x.shape[:2] and kind == "logits":
         asked = labels != UNLABELLED
-        return torch.nn.functional.pad(asked[:, 1:], (0, 1)) if next_token else asked
-    return None if real is None else real.bool()
+        if bool(asked.any()):
+            return F.pad(asked[:, 1:], (0, 1)) if next_token else asked
+    return real
 
 
 def output_error(found: Sequence[Any], wanted: Sequence[Any], deviations: float = 0.0) -> float:
@@ -208,16 +205,31 @@ def _windows_alone(plan: LayerPlan, layers: Mapping[int, AttentionLayer]) -> Lay
         for group in choice.groups:
             window = group.get("window")
             windows = windows or window is not None
-            near = {"mechanism": "local", "window": window or 32, "global_tokens": group.get("sinks", 4)}
+            near = {"mechanism": "local", "window": window or 32, "sinks": group.get("sinks", 4)}
             groups.append(dict(group) if group["mechanism"] == "softmax" else {"heads": group["heads"], **near})
         rows.append(replace(choice, groups=tuple(groups)))
     return replace(plan, choices=tuple(rows)) if windows else None
 
 
-def _cache_bytes(plan: LayerPlan, mechanisms: Mapping[int, Mechanism | None], length: int) -> tuple[int, int]:
+def _element_size(model: nn.Module) -> int:
+    """Bytes of a number as the model computes: its keys and values are kept like that."""
+    return next((x.element_size() for x in model.parameters() if x.is_floating_point()), 4)
+
+
+def _cache_bytes(
+    layers: Mapping[int, AttentionLayer],
+    plan: LayerPlan,
+    mechanisms: Mapping[int, Mechanism | None],
+    length: int,
+    element: int,
+) -> tuple[int, int]:
+    """Of one sequence, exact and converted: every layer of the decoder counts, also those that stay exact."""
     exact = ours = 0
-    for index, (head_dim, heads, kv_heads) in plan.shapes.items():
-        keys = 2 * 4 * kv_heads * head_dim * length
+    shapes = {**{x.index: (x.head_dim, x.heads, x.kv_heads) for x in layers.values() if x.is_causal}, **plan.shapes}
+    for index, (head_dim, heads, kv_heads) in shapes.items():
+        if head_dim is None or heads is None or kv_heads is None:
+            continue
+        keys = 2 * element * kv_heads * head_dim * length
         exact += keys
         mechanism = mechanisms.get(index)
         if mechanism is None or not mechanism.recurrent:
@@ -297,7 +309,8 @@ def choose_mechanisms(
     longest = _longest(model, batches, open_layers[0]) if length is None else length
     judged = _longest(model, held, open_layers[0])
     options = [dict(one) for one in AUTOMATIC] if candidates is None else [EXACT, *checked_candidates(candidates)]
-    asked = (options, longest, max_groups, draws, seed)
+    known = [(x.index, x.name, x.is_causal, x.cross, x.obstacle) for x in found]
+    asked = (options, longest, max_groups, draws, seed, known)
     kept = ResumeFile(resume, model, batches, asked)
     tell = progress if progress is not None else _silent
     survey = survey_layers(
@@ -306,6 +319,11 @@ def choose_mechanisms(
     )  # fmt: skip
     layers = {layer.index: layer for layer in found}
     exact = outputs(model, held)
+    if not any(mask is None or bool(mask.any()) for _, _, mask in exact):
+        raise ValueError(
+            "every fourth batch of calibration= is held out for the error of the model's output, and these have no "
+            "token that counts: they hold padding only"
+        )
     picks = picks_by_price(survey.tables(), max_groups=max_groups)
     # What is exact on the short inputs of a survey ties with exact attention, at any price, and costs less.
     picks.append({index: torch.zeros_like(numbers) for index, numbers in picks[-1].items()})
@@ -332,7 +350,7 @@ def choose_mechanisms(
         middle = (low + high) // 2
         tell(f"the model with plan {middle + 1} of {len(picks)} on held-out batches", turn, rounds)
         pick = picks[middle]
-        name = f"error of {[pick[index].tolist() for index in sorted(pick)]}"
+        name = f"error of { {index: pick[index].tolist() for index in sorted(pick)} }"
         wrong, most = kept.get(name, lambda pick=pick: measured(plan_of(pick)))  # type: ignore[misc]
         if wrong <= MARGIN * error and most <= error:
             high = middle
@@ -340,7 +358,8 @@ def choose_mechanisms(
             low = middle + 1
     plan = plan_of(picks[high])
     mechanisms = plan.mechanisms()
-    times = _model_times(model, layers, plan, held)
+    # Kept as well: other times could make another choice of a call that goes on.
+    times = tuple(kept.get(f"times of {plan.as_dict()}", lambda: list(_model_times(model, layers, plan, held))))
     here = next(row for row in times if row["length"] == longest)
     converted = any(mechanisms.values()) and here["exact_seconds"] >= GAIN * here["seconds"]
     if not converted:
@@ -350,7 +369,7 @@ def choose_mechanisms(
     causal = any(layers[index].is_causal for index in survey.layers)
     return Chosen(
         mechanisms, plan, longest, value, None if near is None else measured(near)[0], times,
-        _cache_bytes(plan, mechanisms, longest) if causal else None,
+        _cache_bytes(layers, plan, mechanisms, longest, _element_size(model)) if causal else None,
         _verdict(times, longest, converted, value, error, survey),
     )  # fmt: skip
 
@@ -374,8 +393,9 @@ def _longest(model: nn.Module, batches: Sequence[Any], layer: int) -> int:
 def _model_times(
     model: nn.Module, layers: Mapping[int, AttentionLayer], plan: LayerPlan, held: Sequence[Any]
 ) -> tuple[dict[str, float], ...]:
-    """Seconds of one sequence at every length, exact and as planned: the attention as it was measured and the rest in
-    proportion to the length; at the length of the first held-out batch those of the whole model."""
+    """Seconds of one sequence at every length, exact and as planned: the attention as it was measured (of layers that
+    were not, exact attention as it takes others of their width) and the rest in proportion to the length; at the length
+    of the first held-out batch those of the whole model."""
     first = held[0]
     tensor = next(x for x in pytree.tree_leaves(first) if isinstance(x, Tensor))
     rows, tokens = int(tensor.shape[0]), _longest(model, [first], plan.choices[0].layer)
@@ -391,10 +411,14 @@ def _model_times(
     exact_best, best = (min(side[1:]) / rows for side in runs)  # the first run of each warms up
     lengths = sorted(plan.choices[0].seconds)
     exact = {n: sum(choice.exact_seconds[n] for choice in plan.choices) for n in lengths}
+    width = sum(heads * head_dim for head_dim, heads, _ in plan.shapes.values())
+    others = [x for x in layers.values() if x.index not in plan.shapes and not x.cross]
+    share = sum((x.heads or 0) * (x.head_dim or 0) for x in others) / max(width, 1)
+    beside = {n: share * exact[n] for n in lengths}
     near = min(lengths, key=lambda n: abs(n - tokens))
-    inside = exact[near] * (tokens / near) ** (2 if tokens > near else 1)
+    inside = (exact[near] + beside[near]) * (tokens / near) ** (2 if tokens > near else 1)
     rest = max(exact_best - inside, 0.1 * exact_best) / tokens
-    found = {n: (exact[n] + rest * n, plan.seconds(n) + rest * n) for n in lengths}
+    found = {n: (exact[n] + beside[n] + rest * n, plan.seconds(n) + beside[n] + rest * n) for n in lengths}
     if tokens in found:
         found[tokens] = (exact_best, best)
     return tuple({"length": n, "exact_seconds": a, "seconds": b} for n, (a, b) in found.items())

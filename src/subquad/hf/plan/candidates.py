@@ -21,8 +21,8 @@ SDERF: dict[str, Any] = {"mechanism": "performer", **SDERF_OPTIONS}
 # causal layers, windows out of cross attention.
 AUTOMATIC: tuple[dict[str, Any], ...] = (
     EXACT,
-    {"mechanism": "local", "window": 32, "global_tokens": 4},
-    {"mechanism": "local", "window": 128, "global_tokens": 4},
+    {"mechanism": "local", "window": 32, "sinks": 4},
+    {"mechanism": "local", "window": 128, "sinks": 4},
     {"mechanism": "multipole"},
     # For long inputs: fewer clusters in larger chunks. For heads that need more: exact keys, before all are exact.
     {"mechanism": "multipole", "chunk": 1024, "clusters": 16},
@@ -77,7 +77,7 @@ def default_candidates(
         # K-means on the queries themselves: the bits of their signs lose what sharp heads tell them apart by.
         found.append({"mechanism": "improved-clustered", "clusters": clusters, "topk": topk, "clustering": "lloyd"})
     for window in () if cross else windows:
-        found.append({"mechanism": "local", "window": window, "global_tokens": sinks})
+        found.append({"mechanism": "local", "window": window, "sinks": sinks})
         found += [{"mechanism": "hybrid", "window": window, "sinks": sinks, "far": far} for far in (degree1, *rich)]
     return found
 
@@ -87,7 +87,7 @@ def exact_reach(options: Mapping[str, Any], is_causal: bool) -> int:
 
     The sinks of a `hybrid` that is not causal use its far field themselves; they are too few to judge it by.
 
-    >>> exact_reach({"mechanism": "local", "window": 32, "global_tokens": 4}, True)
+    >>> exact_reach({"mechanism": "local", "window": 32, "sinks": 4}, True)
     37
     >>> exact_reach({"mechanism": "multipole"}, True), exact_reach({"mechanism": "multipole"}, False)
     (512, 511)

@@ -1,6 +1,6 @@
 """What a long choice has measured, in one file, so that a run that was interrupted goes on where it was.
 
-    key = SHA-256 of the weights, the batches and what was asked for
+    key = SHA-256 of the model (classes, configs, weights), the batches and what was asked for
 
 A file with another key is begun anew. It is replaced as a whole after every result, so none is ever half there.
 """
@@ -42,7 +42,9 @@ class ResumeFile:
         self.found: dict[str, Any] = {}
         self.key = ""
         if self.path is not None:
-            self.key = fingerprint(__version__, torch.__version__, model.state_dict(), batches, asked)
+            # Weights alone do not say what is computed: two configs may scale the same attention differently.
+            parts = [(type(module).__qualname__, _config_text(module)) for module in model.modules()]
+            self.key = fingerprint(__version__, torch.__version__, parts, model.state_dict(), batches, asked)
         if self.path is not None and self.path.exists():
             try:
                 known = torch.load(self.path, weights_only=True)
@@ -60,3 +62,9 @@ class ResumeFile:
                     torch.save({"key": self.key, "found": self.found}, draft)
         found: T = self.found[name]
         return found
+
+
+def _config_text(module: nn.Module) -> str:
+    """The config of a transformers model as text, "" for other modules."""
+    config: Any = getattr(module, "config", None)
+    return str(config.to_json_string(use_diff=False)) if hasattr(config, "to_json_string") else ""

@@ -132,7 +132,7 @@ def survey_layers(
     found: the layers as they are known, `known_layers(model)` unless given
     judged: tokens of the longest input that errors are measured on, unless it is one of these batches. Where `length`
         is more, candidates that need more than that to be judged are left out
-    kept:  where the errors of each layer are kept
+    kept:  where errors and times are kept
     """
     lengths = sorted({length, *lengths})
     wanted = None if layers is None else list(layers)
@@ -191,7 +191,11 @@ def survey_layers(
         matrices |= {(layer.index, n): x for n, x in enumerate(result["matrices"]) if x is not None}
         asked = repr((choices, shape, causal))
         if asked not in costs:
-            costs[asked] = _layer_times(choices, shape, causal, lengths)
+
+            def times(choices: Any = choices, shape: Any = shape, causal: bool = causal) -> Any:
+                return _layer_times(choices, shape, causal, lengths)
+
+            costs[asked] = times() if kept is None else kept.get(f"seconds of {asked}", times)
         tables[layer.index] = LayerTable(layer, choices, result["errors"], *costs[asked], result["uniform"])
     if not tables:
         raise ValueError("no attention layer of the model was reached by the batches; nothing can be planned")

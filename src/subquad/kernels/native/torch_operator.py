@@ -111,7 +111,7 @@ def _register(op: TorchOperator) -> tuple[Any, Any]:
         floats: list[float],
         keep: bool,
     ) -> list[Tensor]:
-        return op.forward(inputs, batched, shared, ints, floats, keep)
+        return op.forward([x.resolve_neg() for x in inputs], batched, shared, ints, floats, keep)
 
     def backward(
         grads: list[Tensor],
@@ -122,6 +122,7 @@ def _register(op: TorchOperator) -> tuple[Any, Any]:
         ints: list[int],
         floats: list[float],
     ) -> list[Tensor]:
+        grads, inputs = ([x.resolve_neg() for x in some] for some in (grads, inputs))
         return op.backward(grads, inputs, results, batched, shared, ints, floats)
 
     run = torch.library.custom_op(f"subquad::{op.name}", forward, mutates_args=())
@@ -196,7 +197,7 @@ def _make_function(op: TorchOperator) -> Any:
         @staticmethod
         @differentiable_once("backend='native'")
         def backward(ctx: Any, *grads: Tensor) -> Any:
-            asked = list(grads[: op.differentiable])
+            asked = [x.resolve_neg() for x in grads[: op.differentiable]]
             given, results, batched, shared = _split(ctx.saved_tensors, ctx.sizes)
             if tracing(grads[0]):
                 found = op._backward(asked, given, results, batched, shared, list(ctx.ints), list(ctx.floats))

@@ -67,15 +67,15 @@ def _dense(
             gain = spec.gain.to(rows.dtype).repeat_interleave(length).view(k.shape[1], -1, 1)
         queries = phi.queries(rows, scale)
         values, log = _log_weights(queries, phi.keys(k, scale))
-        log = (log + gain).masked_fill(~far | (values == 0), float("-inf"))
-        logs.append(log)
+        log = (log + gain).masked_fill(~far, float("-inf"))
+        logs.append(log.masked_fill(values == 0, float("-inf")))
         parts.append((torch.where(far, values, 0.0), log, v, None))
         if past is not None:
             old = past.log_max.unsqueeze(-2) + (0.0 if queries.log_scale is None else queries.log_scale) + gain
             old_values = torch.ones_like(old) if queries.values is None else queries.values
             unseen = (old_values * past.normaliser.unsqueeze(-2) == 0) & (past.weighted == 0).all(-1).unsqueeze(-2)
-            old = old.expand_as(unseen).masked_fill(unseen, float("-inf"))
-            logs.append(old)
+            old = old.expand_as(unseen)
+            logs.append(old.masked_fill(unseen, float("-inf")))
             parts.append((old_values, old, past.weighted, past.normaliser))
     every = torch.cat(logs, -1).detach()
     if spec.normalise and every.shape[-1]:
@@ -84,7 +84,10 @@ def _dense(
         shift = rows.new_zeros((*rows.shape[:-1], 1))
     numerator, normaliser = rows.new_zeros(()), rows.new_zeros(())
     for values_, log_, what, mass in parts:
-        weights = (log_ - shift).exp()
+        rise = log_ - shift
+        if values_ is not None:  # what is 0 has no part in the shift, but a gradient
+            rise = torch.where(values_ == 0, rise.clamp(max=60.0), rise)
+        weights = rise.exp()
         weights = weights if values_ is None else values_ * weights
         numerator = numerator + weights @ what
         normaliser = normaliser + (weights.sum(-1) if mass is None else (weights @ mass.unsqueeze(-1)).squeeze(-1))
