@@ -42,6 +42,10 @@ def check_writable(argument: str, path: str | os.PathLike[str], *, folder: bool 
     ValueError: --json . is a folder; a file is expected, new or existing
     """
     target = Path(path)
+    if target.exists() and not target.is_dir() and not target.is_file() and not folder:
+        if os.access(target, os.W_OK):  # a pipe or a device, which is written to as it is
+            return
+        raise ValueError(f"{argument} {target} cannot be written to; name a file")
     if target.exists() and target.is_dir() != folder:
         found, expected = ("a file", "a folder") if folder else ("a folder", "a file")
         raise ValueError(f"{argument} {target} is {found}; {expected} is expected, new or existing")
@@ -70,7 +74,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """The path of an empty draft in the same folder, which takes the name `path` at the end of the block.
 
     A reader, or whoever comes after a crash or Ctrl-C, sees the old file or the new one: the draft reaches the disk
-    before it takes the name, and after an exception it is removed. Missing folders are made.
+    before it takes the name, and after an exception it is removed. Missing folders are made. A link is followed, an
+    existing file keeps its permissions, and what is no file (a pipe, /dev/stdout) is written to.
 
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     target = Path(folder) / "kept" / "a.bin"
@@ -80,16 +85,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     ...     print(there, target.read_bytes())
     False b'whole'
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    special = target.exists() and not target.is_file()
+    handle, name = tempfile.mkstemp(dir=None if special else target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(handle)
     draft = Path(name)
     try:
         yield draft
         with draft.open("rb+") as file:
             os.fsync(file.fileno())
-        make_shared(draft)
+        if special:
+            target.write_bytes(draft.read_bytes())
+            draft.unlink()
+            return
+        if target.exists():
+            draft.chmod(target.stat().st_mode)
+        else:
+            make_shared(draft)
         draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)

@@ -258,6 +258,11 @@ def test_bad_input_is_a_message_and_status_2(tmp_path: Path, ids: Path) -> None:
         ((model, "--mechanism", "performer", "--option", "features=sderf", *out), "or --calibrate"),
         ((model, "--distill", tmp_path / "none.txt", *out), "there is no such file"),
         ((model, "--error", "2", *out), "--error 2 must be between 0 and 1"),
+        ((model, "--steps", "5", *out), "--steps are of a distillation"),
+        ((model, "--documents", "5", *out), "--documents limits what is read of texts"),
+        ((model, "--lengths", "64", "--no-speed", *out), "--lengths are for the times that --no-speed leaves out"),
+        ((model, "--layers", "1-0", *out), "the range is empty; write 0-1"),
+        ((model, "--mechanism", "", *out), "the mechanism is empty"),
     ]
     for arguments, message in cases:
         ran = invoke(*arguments)

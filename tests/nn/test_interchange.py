@@ -129,3 +129,25 @@ def test_float_masks_of_their_modules():
         ours(x, src_key_padding_mask=torch.full((2, 6), -1.0, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"got torch\.int64"):
         ours(x, src_key_padding_mask=torch.ones(2, 6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("setting", "what"), [
+    ({"activation": "gelu"}, "activation='gelu', layer 0 has 'relu'"), ({"norm_first": True}, "norm_first=True"),
+    ({"layer_norm_eps": 1e-2}, "eps=0.01"), ({"dropout": 0.3}, "dropout=0.3"),
+])  # fmt: skip
+def test_layers_that_differ_are_refused(setting, what):
+    module = theirs()
+    module.layers[1] = nn.TransformerEncoderLayer(16, 2, 24, **setting).double()
+    with pytest.raises(ValueError, match=f"layer 1 has .*{what}"):
+        from_torch(module)
+    module.layers[1] = nn.TransformerEncoderLayer(16, 4, 24).double()
+    with pytest.raises(ValueError, match="layer 1 has heads=4, layer 0 has 2"):
+        from_torch(module)
+
+
+def test_frozen_parameters_stay_frozen():
+    module = theirs()
+    module.layers[0].requires_grad_(False)
+    ours = from_torch(module)
+    assert not any(p.requires_grad for p in ours.blocks[0].parameters())
+    assert all(p.requires_grad for p in ours.blocks[1].parameters())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import subquad as sq
+from subquad.mechanisms import MECHANISMS
 from subquad.planning import candidates, cost
 from subquad.planning.answer import Choice
 from subquad.planning.candidates import CANDIDATES, Sweep
@@ -280,12 +281,14 @@ def test_causal_grouped_masked_cross():
     q, k = data("flat", heads=4)
     mask = torch.ones(1, 384, dtype=torch.bool)
     mask[:, 300:] = False
-    answer = sq.plan(q, k[:, :2], is_causal=True, key_mask=mask, mechanisms=["taylor", "clustered", "local"])
-    names = {c.mechanism for c in answer.choices}
-    assert names == {"softmax", "taylor", "local"}  # clusters see the future
+    answer = sq.plan(q, k[:, :2], is_causal=True, key_mask=mask, mechanisms=["taylor", "local"])
+    assert {c.mechanism for c in answer.choices} == {"softmax", "taylor", "local"}
     assert answer.best is not None
-    crossed = sq.plan(q[:, :, :100], k, mechanisms=["taylor", "hybrid"])
-    assert {c.mechanism for c in crossed.choices} == {"softmax", "taylor"}
+    with pytest.raises(ValueError, match="clustered"):  # clusters see the future
+        sq.plan(q, k[:, :2], is_causal=True, mechanisms=["taylor", "clustered"])
+    with pytest.raises(ValueError, match="'hybrid' needs as many queries as keys"):
+        sq.plan(q[:, :, :100], k, mechanisms=["taylor", "hybrid"])
+    assert all(MECHANISMS[c.mechanism].cross for c in sq.plan(q[:, :, :100], k).choices)
 
 
 def test_a_window_is_not_judged_where_it_covers_everything():

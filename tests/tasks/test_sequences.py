@@ -341,3 +341,41 @@ def test_learned_positions_have_as_many_places_as_a_sequence(tmp_path: Path) -> 
         outcome = train(run, tmp_path / task, running=Running(tensorboard=False))
         assert outcome.status == "finished" and "failed" not in outcome.artefacts
     assert len((tmp_path / "text/sample.txt").read_bytes()) == 64
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("[MAX 1 2 ]\t7", "line 2: the expression is 2, and 7 is given"),
+    ("[MAX 1 2\t2", "line 2: .* no complete expression"), ("1 ]\t1", "line 2: .* was not opened"),
+    ("[MAX ]\t1", "line 2: .* has no values"), ("[MAX \xe9 ]\t1", "line 2: .* is no symbol"),
+])  # fmt: skip
+def test_wrong_expressions_are_refused(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "basic_train.tsv").write_bytes(f"Source\tTarget\n{line}\n".encode("latin-1"))
+    _read_listops.cache_clear()
+    with pytest.raises(DataError, match=message):
+        Listops(data=str(tmp_path)).examples("train")
+
+
+def test_long_expressions_are_read(tmp_path: Path) -> None:
+    (tmp_path / "basic_train.tsv").write_text(f"[MAX {'1 ' * 70000}]\t1\n")  # above the limit of a csv field
+    assert len(item(Listops(data=str(tmp_path), length=70002), "train")["tokens"]) == 70002
+
+
+@pytest.mark.parametrize(("record", "message"), [
+    (">only a name\n", "record 3 .'>only a name'. has no residues"), (">gaps\n-*\n", "record 3 .* has no residues"),
+    (">odd\nACD\nA1C\n", "record 3 .* holds '1'"), (">odd\n1AC\n", "record 3 .* holds '1'"),
+])  # fmt: skip
+def test_bad_records_are_found_before_training(tmp_path: Path, record: str, message: str) -> None:
+    good = ">good, with 1 number in its name\nACDEF\nGHI\n"
+    path = tmp_path / "a.fasta"
+    path.write_text(good * 2 + record + good)
+    with pytest.raises(DataError, match=message):
+        FastaFile(path)
+    path.write_text(good * 4)
+    assert len(FastaFile(path)) == 4 and len(FastaFile(path).sequence(3)) == 8
+
+
+def test_token_ids_have_bits_per_token(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(400) % 50)
+    task = Text(data=str(tmp_path / "ids.npy"), vocab=50, length=8)
+    assert task.metric == "bits_per_token" and Text().metric == "bits_per_byte"
+    assert task.metric in task.metrics({"loss": 1.0, "weight": 1.0, "right": 0.0})

@@ -291,6 +291,8 @@ def test_order_is_a_permutation_per_pass_and_differs_between_them() -> None:
         ({"precision": "int3"}, "precision='int3'"),
         ({"beta1": 2}, "beta1 must be a number in 0..1"),
         ({"lr": "fast"}, "lr must be a number"),
+        ({"lr": math.inf}, "lr must be a number"),
+        ({"clip": math.inf}, "clip must be a number at least 0"),
         ({"stepz": 3}, "did you mean 'steps'"),
     ],
 )
@@ -335,3 +337,20 @@ def test_redrawing_where_nothing_is_drawn_is_said(tmp_path: Path) -> None:
         folder = tmp_path / str(said)
         train(tiny(mechanism, redraw_every=2), folder, running=QUICK, on_log=lambda text, *_, to=lines: to.append(text))
         assert any("draws no features" in line for line in lines) == said
+
+
+def test_bad_data_in_the_middle_keep_what_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.tasks.base import DataError
+    from subquad.train.loop import _Training
+
+    run, taken = tiny(steps=9), _Training._step
+
+    def step(self: _Training, number: int, stream: Any) -> Any:
+        if number == 5:
+            raise DataError("record 7 is bad")
+        return taken(self, number, stream)
+
+    monkeypatch.setattr(_Training, "_step", step)
+    with pytest.raises(DataError, match="record 7"):
+        train(run, tmp_path, running=QUICK)
+    assert load_trained(tmp_path)[2] == 5

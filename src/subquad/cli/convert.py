@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from subquad.cli.terminal import numbers, progress, user_errors
+from subquad.cli.terminal import given, numbers, progress, user_errors
 from subquad.files import check_writable
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def _layers(text: str | None) -> list[int | str] | None:
     for part in (piece.strip() for piece in text.split(",")):
         first, dash, last = part.partition("-")
         if dash and first.isdigit() and last.isdigit():
+            if int(first) > int(last):
+                raise ValueError(f"--layers {part}: the range is empty; write {last}-{first}")
             found += range(int(first), int(last) + 1)
         else:
             found.append(int(part) if part.lstrip("-").isdigit() else part)
@@ -126,6 +128,7 @@ def _longest(model: Any, config: Any, tokenizer: Any, length: int | None) -> int
 
 
 def convert(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder of a transformers model or a sentence encoder.")],
     out: Annotated[Path, typer.Option(help="Folder for the converted model and report.json.")],
     text: Annotated[
@@ -178,7 +181,7 @@ def convert(
     with user_errors(), progress("converting") as step:
         if text is not None and calibrate is not None:
             raise ValueError("--text and --calibrate both name texts to measure on: give --text alone")
-        if text is not None and (mechanism or option):
+        if text is not None and (mechanism is not None or option):
             raise ValueError(
                 "--text chooses the mechanisms, and --mechanism or --option names one: to measure one on texts, give "
                 "these as --calibrate"
@@ -191,10 +194,18 @@ def convert(
             )
         if distill is None and lora_steps:
             raise ValueError("--lora-steps come after a distillation: name a text to train on with --distill")
+        read = text is not None or calibrate is not None or distill is not None
+        for name, used, why in (
+            ("steps", distill is not None, "are of a distillation: name a text to train on with --distill"),
+            ("documents", read, "limits what is read of texts, and none is named"),
+            ("lengths", speed, "are for the times that --no-speed leaves out"),
+        ):
+            if name in given(context) and not used:
+                raise ValueError(f"--{name} {why}")
         pairs = parse_pairs("--option", option or [])
-        chosen = None if text is not None else parse_mechanism(mechanism or "multipole", pairs)
+        chosen = None if text is not None else parse_mechanism("multipole" if mechanism is None else mechanism, pairs)
         calibrate = text if text is not None else calibrate
-        at = numbers(lengths)
+        at, wanted = numbers(lengths), _layers(layers)
         for file in (calibrate, distill):
             if file is not None and not file.is_file():
                 raise ValueError(f"{file}: there is no such file")
@@ -225,7 +236,7 @@ def convert(
         unfinished = out / "choice.unfinished"
         choosing: dict[str, Any] = {"resume": unfinished, "progress": step} if chosen is None else {}
         converted, report = hf.convert(
-            copy.deepcopy(exact), chosen, layers=_layers(layers), calibration=batches, error=error, length=length,
+            copy.deepcopy(exact), chosen, layers=wanted, calibration=batches, error=error, length=length,
             **choosing,
         )  # fmt: skip
         record: dict[str, Any] = {"model": model, "mechanism": chosen, "layers": report.as_dict(), "machine": machine()}

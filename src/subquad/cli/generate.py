@@ -78,6 +78,15 @@ def _check_length(model: Any, prompt: int, tokens: int) -> None:
         )
 
 
+def _standard_input() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in some locales bytes that are no UTF-8 come as lone surrogates
+        return text
+    except UnicodeError as error:
+        raise ValueError(f"--prompt -: standard input is not UTF-8 ({error}); convert it first") from None
+
+
 def generate(
     folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained, or by `subquad train text`.")],
     prompt: Annotated[str, typer.Option(help="The text to continue; - reads it from standard input.")],
@@ -105,7 +114,7 @@ def generate(
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         model, tokenizer = _open(folder)
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _standard_input() if prompt == "-" else prompt
         encoded = tokenizer(text, return_tensors="pt")
         if encoded["input_ids"].numel() == 0:
             raise ValueError("--prompt is empty: give at least one character to continue")

@@ -52,6 +52,8 @@ def report(
             settings = dataclasses.replace(settings, lengths=tuple(numbers(lengths)))
         if mechanisms is not None:
             settings = dataclasses.replace(settings, mechanisms=tuple(name.strip() for name in mechanisms.split(",")))
+        if resume and not out.is_dir():
+            raise ValueError(f"--resume: there is no folder {out}; leave --resume out to begin a report there")
         if quick and full:
             raise ValueError("--quick and --full: one of them at most is expected")
         if quick or full:

@@ -130,7 +130,10 @@ def train(
                 raise ValueError(f"--draw trains nothing, so --{extra[0].strip('_').replace('_', '-')} has no meaning")
             if read_plan(out) is not None or (out / "run.json").is_file():
                 raise ValueError(f"--out {out} holds a run or a comparison; give a folder of its own for the page")
-            _draw([folder.strip() for folder in draw.split(",")], out)
+            folders = [folder.strip() for folder in draw.split(",")]
+            if "" in folders:
+                raise ValueError(f"--draw {draw!r}: an entry is empty; expected folders separated by commas")
+            _draw(folders, out)
             return
         if compare is not None and (mechanism is not None or option):
             raise ValueError(
@@ -146,12 +149,13 @@ def train(
             options["data"] = data
         own = parse_pairs("--option", option or [])
         choice = None if mechanism is None else parse_mechanism(mechanism, own)
+        taken = parse_mechanism("multipole", own) if choice is None else choice
         chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(settings)}
         others = None if compare is None else [parse_mechanism(one) for one in split_mechanisms(compare)]
         if out is None:
             if task is None:
                 raise ValueError("--resume needs --out FOLDER, or the TASK of the run" if resume else no_task)
-            named = label_of(choice or parse_mechanism("multipole", own))
+            named = label_of(taken)
             out = Path("runs") / f"{task}-{'compare' if compare else named}"
         check_writable("--out", out, folder=True)
         plan = read_plan(out) if resume else None
@@ -168,7 +172,7 @@ def train(
         else:
             if task is None:
                 raise ValueError(nothing_to_resume(out) if resume else no_task)
-            run = Run.of(task, choice or parse_mechanism("multipole", own), start=from_, **chosen, **options)
+            run = Run.of(task, taken, start=from_, **chosen, **options)
         if seeds is not None and others is None:
             raise ValueError("--seeds belongs to --compare; one run has one --seed")
         running = Running(

@@ -44,15 +44,44 @@ def _copy(target: nn.Module | None, weight: Tensor | None, bias: Tensor | None) 
     if target is None or weight is None:  # keys that are made from queries; a norm without weights, which begins as one
         return
     with torch.no_grad():
-        target.weight.copy_(weight)  # type: ignore[operator]
+        target.weight.requires_grad_(weight.requires_grad).copy_(weight)  # type: ignore[operator]
         if target.bias is not None:
+            target.bias.requires_grad_(weight.requires_grad if bias is None else bias.requires_grad)
             target.bias.zero_() if bias is None else target.bias.copy_(bias)  # type: ignore[operator]
+
+
+def _refuse_unlike(layers: list[nn.TransformerEncoderLayer]) -> None:
+    """One config describes all layers: they may differ in their weights alone."""
+
+    def facts(layer: nn.TransformerEncoderLayer) -> dict[str, Any]:
+        return {
+            "heads": layer.self_attn.num_heads, "dim": layer.self_attn.embed_dim,
+            "hidden": layer.linear1.out_features, "norm_first": layer.norm_first, "activation": _activation(layer),
+            "norm1.eps": layer.norm1.eps, "norm2.eps": layer.norm2.eps, "dropout": layer.dropout1.p,
+            "bias": layer.linear1.bias is not None,
+        }  # fmt: skip
+
+    first = facts(layers[0])
+    if first["norm1.eps"] != first["norm2.eps"]:
+        raise ValueError(
+            f"layer 0 has two eps, {first['norm1.eps']:g} and {first['norm2.eps']:g}; blocks here have one"
+        )
+    for number, layer in enumerate(layers):
+        for name, value in facts(layer).items():
+            if value != first[name]:
+                raise ValueError(
+                    f"layer {number} has {name}={value!r}, layer 0 has {first[name]!r}: the layers of one model are "
+                    "alike here but for their weights; convert the module itself, subquad.hf.convert"
+                )
 
 
 def from_torch(
     module: nn.TransformerEncoder | nn.TransformerEncoderLayer, mechanism: MechanismChoice = "softmax", **options: Any
 ) -> TransformerEncoder:
     """A `TransformerEncoder` with the weights of torch's, and any mechanism in it; 'softmax' gives equal outputs.
+
+    In training it drops out of what a block adds, as torch's does, but neither attention weights nor hidden units of
+    the feed-forward part. Parameters that want no gradient in torch's want none here.
 
     The result takes (B, L, dim) and `key_mask` (True = real) whatever `batch_first` was; `TorchEncoderCall.from_torch`
     keeps torch's way of being called. `options` are fields of `ModelConfig` that the weights leave open (seed ...).
@@ -71,6 +100,7 @@ def from_torch(
         raise ValueError("self_attn must have one width for q, k and v, no add_bias_kv and no add_zero_attn")
     if final is not None and not isinstance(final, nn.LayerNorm):
         raise ValueError(f"the final norm is a {type(final).__name__}; only LayerNorm has a place here")
+    _refuse_unlike(layers)
     has_bias = first.linear1.bias is not None
     described: dict[str, Any] = {
         "hidden": first.linear1.out_features,

@@ -118,6 +118,10 @@ def sweeps(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cro
                 f"says nothing; expected some of {sorted(PLANNABLE)}, or an object that you have trained"
             )
         cls = MECHANISMS[item]
+        if mechanisms is not None and is_causal and not cls.causal:
+            checks.refuse_causal(item, cls.causal_refusal)
+        if mechanisms is not None and cross and not cls.cross:
+            raise ValueError(f"mechanisms: {item!r} needs as many queries as keys; leave it out")
         if (cls.causal or not is_causal) and (cls.cross or not cross):
             chosen += [Sweep(name, options) for name, options in CANDIDATES if name == item]
     return chosen

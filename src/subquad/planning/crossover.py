@@ -123,6 +123,8 @@ def resolve_auto(
     crossover: a length to use instead of the measured one
     """
     checks.check_positive("length", length)
+    if above == "auto":
+        raise ValueError("above='auto': name the mechanism that is to be used where it pays")
     checks.check_flag("is_causal", is_causal)
     checks.check_flag("training", training)
     if crossover is not None:

@@ -100,7 +100,11 @@ def _folder(folder: str) -> tuple[Recording, ...]:
     listing = path / "transcripts.txt"
     if listing.is_file():
         found = []
-        for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = listing.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{listing} is not UTF-8 ({error}); save it as that") from None
+        for number, line in enumerate(lines, 1):
             name, _, text = line.strip().partition(" ")
             if not name:
                 continue
@@ -141,6 +145,8 @@ def read_wav(path: Path | SoundRow, rate: int) -> Tensor:
             f"--set rate={found} if all have it"
         )
     wave = torch.from_numpy(samples).mean(-1)
+    if not bool(wave.isfinite().all()):
+        raise DataError(f"{path} has samples that are no numbers (NaN or infinite); remove it from the data")
     if not len(wave) or float(wave.abs().max()) < SILENCE:
         raise DataError(f"{path} is empty or holds silence only; remove it from the data")
     return wave

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import mmap
+import re
 import zlib
 from array import array
 from pathlib import Path
@@ -24,6 +26,8 @@ for _id, _letter in enumerate(RESIDUES):
 _CODES[ord("*")] = _CODES[ord("-")] = -2  # a stop codon and a gap are no residues: left out
 for _space in b" \t\r\n":
     _CODES[_space] = -2
+_EMPTY = re.compile(rb"^>[^\n]*(?:\n[\s*-]*)?(?=^>|\Z)", re.MULTILINE)
+_ODD = re.compile(rb"^[^>\n][^\n]*?[^A-Za-z*\s-]|^[^A-Za-z*\s>-]", re.MULTILINE)
 
 
 def encode(letters: bytes) -> Tensor:
@@ -80,6 +84,11 @@ class FastaFile:
             place = data.find(b"\n>", place)
             place = place + 1 if place >= 0 else -1
         begins.append(len(data))
+        # Now, and not when a training run comes to it: a record without residues, or with what is none.
+        for pattern in (_EMPTY, _ODD):
+            if found := pattern.search(data):
+                number = bisect.bisect_right(begins, found.start()) - 1
+                self._read(begins, number)
         return begins
 
     def __len__(self) -> int:
@@ -90,7 +99,10 @@ class FastaFile:
 
     def sequence(self, index: int) -> Tensor:
         """Residue ids (n,), n at least 1, of record `index`."""
-        record = self.data[self.begins[index] : self.begins[index + 1]]
+        return self._read(self.begins, index)
+
+    def _read(self, begins: array[int], index: int) -> Tensor:
+        record = self.data[begins[index] : begins[index + 1]]
         name, _, letters = record.partition(b"\n")
         shown = name.decode("ascii", "replace").strip()
         return residues(letters, f"{self.path}: record {index + 1} ({shown!r})")

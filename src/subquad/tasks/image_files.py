@@ -94,7 +94,7 @@ def _sheets(folder: Path, split: str) -> np.ndarray | None:
         try:
             with Image.open(path) as sheet:
                 rows = np.asarray(sheet.convert("RGB"))
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
             raise DataError(f"{path} cannot be read as a picture ({error})") from None
         side = math.isqrt(rows.shape[1])
         if side * side != rows.shape[1]:
@@ -152,7 +152,7 @@ def _pictures(folder: Path, split: str) -> np.ndarray | None:
             f"{folder} has a folder {next(p for p in parts.values() if p).name!r} and none to {split} on; expected "
             "train and valid (or validation, val, test), or neither: then one picture in ten is for validation"
         )
-    paths = sorted(p for p in (part or folder).rglob("*") if p.is_file())
+    paths = sorted(p for p in (part or folder).rglob("*") if p.is_file() and not p.name.startswith("."))
     if not any(p.suffix.lower() in _PICTURES for p in paths):
         return None
     Image, UnidentifiedImageError = _pillow()
@@ -163,7 +163,7 @@ def _pictures(folder: Path, split: str) -> np.ndarray | None:
         try:
             with Image.open(path) as picture:
                 found.add(picture, path)
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
             raise DataError(
                 f"{path} cannot be read as a picture ({error}); expected pictures only below {folder}"
             ) from None

@@ -8,7 +8,6 @@ folder with `basic_train.tsv` and `basic_val.tsv` (columns Source and Target) as
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,11 +42,13 @@ def evaluate(symbols: Sequence[str]) -> int:
             stack.append([symbol])
         elif symbol == "]":
             operator, *values = stack.pop()
+            if not stack or not values:
+                raise ValueError(f"{' '.join(symbols)!r:.80} closes a bracket that was not opened, or has no values")
             stack[-1].append(_apply(operator, values))
         else:
             stack[-1].append(int(symbol))
     if len(stack) != 1 or len(stack[0]) != 1:
-        raise ValueError(f"{' '.join(symbols)!r} is no complete expression")
+        raise ValueError(f"{' '.join(symbols)!r:.80} is no complete expression")
     return int(stack[0][0])
 
 
@@ -117,8 +118,9 @@ _VALUES = tuple(str(value) for value in range(CLASSES))
 @lru_cache(maxsize=2)
 def _read(path: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
     rows = []
-    with path.open(encoding="utf-8", newline="") as file:
-        for number, row in enumerate(csv.reader(file, delimiter="\t"), 1):
+    with path.open(encoding="utf-8", errors="replace") as file:  # what is no UTF-8 is no symbol either
+        for number, line in enumerate(file, 1):
+            row = line.rstrip("\n").split("\t")
             if number == 1 and row and row[0] == "Source":
                 continue
             if len(row) != 2 or row[1].strip() not in _VALUES or not row[0].strip():
@@ -126,7 +128,13 @@ def _read(path: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
             symbols = [_SAME.get(s, s) for s in row[0].split() if s not in ("(", ")")]
             if odd := next((s for s in symbols if s not in _IDS), None):
                 raise DataError(f"{path}, line {number}: {odd!r} is no symbol of ListOps ({' '.join(SYMBOLS)})")
-            rows.append((tuple(_IDS[s] for s in symbols), int(row[1])))
+            try:
+                value = evaluate(symbols)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}") from None
+            if value != int(row[1]):
+                raise DataError(f"{path}, line {number}: the expression is {value}, and {row[1].strip()} is given")
+            rows.append((tuple(_IDS[s] for s in symbols), value))
     if not rows:
         raise DataError(f"{path} is empty; expected lines of an expression, a tab and its value")
     return tuple(rows)

@@ -107,6 +107,7 @@ class Text(Task):
         checks.check_flag("masked", self.masked)
         if self.vocab is not None:
             checks.check_positive("vocab", self.vocab, least=2)
+            object.__setattr__(self, "metric", "bits_per_token")
 
     def _file(self) -> TokenFile:
         return TokenFile(BUILT_IN if self.data is None else self.data, self.vocab)
@@ -138,10 +139,10 @@ class Text(Task):
         return MaskedModel(vocab + 1, model) if self.masked else CausalModel(vocab, model)
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Bits per byte (per token of .npy files), perplexity per byte, and accuracy."""
+        """Bits and perplexity per byte, or per token where `vocab` is given, and accuracy."""
         figures = token_metrics(totals)
         bits = figures["loss"] / math.log(2)
-        return {**figures, "bits_per_byte": bits, "perplexity": perplexity(figures["loss"])}
+        return {**figures, self.metric: bits, "perplexity": perplexity(figures["loss"])}
 
     def finish(self, model: Any, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
         """A causal byte model writes a sample of bytes, where its mechanism can be run token by token."""

@@ -53,6 +53,8 @@ def parse_mechanism(text: str, options: dict[str, Any] | None = None) -> Any:
     'linear'
     """
     options = options or {}
+    if not text.strip():
+        raise ValueError("the mechanism is empty; name one (subquad mechanisms lists them), or leave the option out")
     if text.lstrip().startswith(("{", "[")):
         try:
             choice = json.loads(text)

@@ -65,6 +65,11 @@ def collect(folders: Sequence[str | Path]) -> dict[str, Any]:
         match = next((members for other, members in groups if other == kind), None)
         if match is None:
             groups.append((kind, [one]))
+        elif twin := next((other for other in match if other["seed"] == one["seed"]), None):
+            raise ValueError(
+                f"{twin['folder']} and {one['folder']} are the same run with seed {one['seed']}, which would count "
+                "twice; leave one of them out"
+            )
         else:
             match.append(one)
     names = [label_of(kind["model"]["mechanism"]) for kind, _ in groups]

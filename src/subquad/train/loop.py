@@ -276,7 +276,12 @@ class _Training:
         over = step < settings.steps and self._together(clock.over)
         while step < settings.steps and not over:
             began = time.perf_counter()
-            figures, tokens = self._step(step, stream)
+            try:
+                figures, tokens = self._step(step, stream)
+            except DataError:
+                if self.workers.processes == 1 and step:  # else the others would wait for this one
+                    self._save(step)
+                raise
             clock.step(time.perf_counter() - began, tokens * self.workers.processes)
             if not math.isfinite(figures["loss"]) or not math.isfinite(figures["gradient_norm"]):
                 return "diverged", step, self._why(step, figures)
@@ -331,7 +336,7 @@ class _Training:
         if settings.precision == "fp16" and math.isfinite(figures["loss"]):
             # Overflow is how the loss scale finds its size; that step is left out, and says so by a norm of 0.
             figures["gradient_norm"] = figures["gradient_norm"] if math.isfinite(figures["gradient_norm"]) else 0.0
-        elif not all(math.isfinite(value) for value in figures.values()):
+        elif not math.isfinite(figures["loss"]) or not math.isfinite(figures["gradient_norm"]):
             return figures, tokens
         self.optimizer.step()
         self.optimizer.zero_grad()

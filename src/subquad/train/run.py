@@ -125,7 +125,11 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """The run that was kept in `folder`."""
-        return cls.from_dict(_read(folder))
+        kept = _read(folder)
+        try:
+            return cls.from_dict(kept)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{folder / 'run.json'}: {error}") from error
 
     def build(self) -> TaskModel:
         """The model with its first weights, drawn from torch's generator."""

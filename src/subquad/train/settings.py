@@ -23,7 +23,8 @@ OPTIMIZERS = ("adamw", "adam", "radam", "nadam", "lion", "sgd")
 
 
 def _check_number(name: str, value: object, least: float, most: float = float("inf")) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not least <= value <= most:  # type: ignore[operator]
         limits = f"at least {least}" if most == float("inf") else f"in {least}..{most}"
         raise ValueError(f"{name} must be a number {limits}, got {value!r}")
 

@@ -184,7 +184,7 @@ def _study(layer: Layer, settings: Settings) -> dict[str, Any]:
             errors[key] = {"error": piece.mean_error(ready, draws=DRAWS if "seed" in own else 1)}
         except (ValueError, TypeError, NotImplementedError) as error:
             errors[key] = {"refused": first_line(error)}
-    names = [name for name in settings.names if name in PLANNABLE]
+    names = [x for x in settings.names if x in PLANNABLE and (MECHANISMS[x].causal or not layer.is_causal)]
     chosen = plan(
         layer.q, layer.k, layer.v, target_error=TARGET, length=max(settings.lengths), is_causal=layer.is_causal,
         scale=layer.scale, mechanisms=names, seed=settings.seed,
