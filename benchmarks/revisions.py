@@ -20,6 +20,7 @@ from typing import Any
 CASES = [
     ("linear", {}),
     ("performer", {"seed": 0}),
+    ("multipole", {"seed": 0}),
     ("hybrid", {"window": 64, "sinks": 4, "far": {"mechanism": "performer", "seed": 0}}),
     ("local", {"window": 128}),
     ("improved-clustered", {"seed": 0}),

@@ -360,7 +360,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def timed_steps(task: Task) -> int:
     """How many steps are timed together: several where examples differ in length, and so do their steps."""
-    return 8 if type(task).collate is not Task.collate else 1
+    return 8 if task.padded else 1
 
 
 def stepper(job: Job, args: argparse.Namespace) -> Any:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from subquad.tasks.base import Task, generator_for
+from subquad.tasks.base import IGNORED, Task, generator_for
 from subquad.tasks.documents import Documents
-from subquad.tasks.heads import IGNORED
 from subquad.train import Run
 from subquad.train.data import order
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from subquad.tasks.base import generator_for
-from subquad.tasks.heads import IGNORED
+from subquad.tasks.base import IGNORED, generator_for
 from subquad.tasks.recall import Recall, state_bytes
 from subquad.train import Run, Running, train
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from subquad.tasks.base import DataError, generator_for
+from subquad.tasks.base import IGNORED, DataError, generator_for
 from subquad.tasks.documents import Documents
 from subquad.tasks.fasta import FastaFile
-from subquad.tasks.heads import IGNORED, mask_tokens
+from subquad.tasks.heads import mask_tokens
 from subquad.tasks.listops import SYMBOLS, Listops, evaluate
 from subquad.tasks.listops import _read as _read_listops
 from subquad.tasks.protein import BEGIN, MASK, Protein

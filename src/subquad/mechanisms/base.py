@@ -21,6 +21,7 @@ from .. import checks
 from ..features.calibration import Calibration, calibrations
 from ..features.precision import full_precision
 from ..features.random import apply_statistics
+from ..features.seeded import Projection
 from ..kernels.operator import Call
 from ..kernels.padding import empty_output
 from ..rollback import Checkpoints
@@ -349,11 +350,15 @@ class Mechanism(nn.Module):
         >>> [sq.create("hybrid", 8, heads=2, far=name).is_random == random for name, random in far.items()]
         [True, True]
         """
-        parts = [module for module in self.modules() if isinstance(module, Mechanism) and module is not self]
-        return any(part.is_random for part in parts) if parts else type(self).redraw is not Mechanism.redraw
+        drawn = any(isinstance(module, Projection) for module in self.modules())
+        return drawn or type(self).redraw is not Mechanism.redraw
 
     def redraw(self) -> None:
-        """Draw anew what is random, as a function of seed and counter. Without anything random it does nothing."""
+        """Resample every projection, hash function and starting point: the next draw of the same seed. Without anything
+        random it does nothing."""
+        for module in self.modules():
+            if isinstance(module, Projection):
+                module.redraw()
 
     def calibrate(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None

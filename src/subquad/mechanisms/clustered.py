@@ -63,10 +63,6 @@ class _ByCluster(Mechanism):
         """The integer behind the draws."""
         return self.draw.draw_key()[0]
 
-    def redraw(self) -> None:
-        """Resample hyperplanes and starting points: the next draw of the same seed."""
-        self.draw.redraw()
-
     def _spec(self) -> Spec:
         return Spec(self.clusters, self.clustering, self.iterations, self.draw)
 

@@ -248,11 +248,6 @@ class HeadGroups(Mechanism):
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, groups={self._heads}, balance={self.balance}"
 
-    def redraw(self) -> None:
-        """Redraw every group."""
-        for part in self.parts():
-            part.redraw()
-
     def calibrate(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
     ) -> None:

@@ -137,10 +137,6 @@ class Hybrid(Windowed):
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, window={self.window}, sinks={self.sinks}"
 
-    def redraw(self) -> None:
-        """Redraw the far field."""
-        self.far.redraw()
-
     def calibrate(
         self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
     ) -> None:

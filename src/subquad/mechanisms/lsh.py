@@ -104,10 +104,6 @@ class LSH(Mechanism):
         """The integer behind the draws."""
         return self.projection.draw_key()[0]
 
-    def redraw(self) -> None:
-        """Resample the hash functions: the next draw of the same seed."""
-        self.projection.redraw()
-
     def _spec(self, dtype: torch.dtype, is_causal: bool) -> Spec:
         sizes = self.rounds, self.buckets, self.bucket_size
         by_rank = is_causal and self.chunking == "rank"

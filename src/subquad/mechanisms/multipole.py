@@ -159,10 +159,6 @@ class Multipole(Mechanism):
         """The integer behind the draws."""
         return self.draw.draw_key()[0]
 
-    def redraw(self) -> None:
-        """Resample where k-means starts: the next draw of the same seed."""
-        self.draw.redraw()
-
     def _spec(self, **where: Any) -> Spec:
         most = 1 << 40 if self.exact_keys is None and self.error is not None else self.exact_keys
         # Twice the average size, so that `exact_keys` is a limit that no cluster exceeds by itself.

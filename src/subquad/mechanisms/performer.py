@@ -154,7 +154,3 @@ class Performer(Kernelised):
 
     def extra_repr(self) -> str:
         return f"{self.features}, {self.projection}, M={self.num_features}, {self.kernel}, norms={self.norms}"
-
-    def redraw(self) -> None:
-        """Resample the projection: the next draw of the same seed."""
-        self.feature_map.projection.redraw()

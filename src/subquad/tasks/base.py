@@ -1,7 +1,8 @@
 """What a task is: examples, a model and a metric, in one place, for one training loop.
 
 A task is a frozen dataclass. Its fields are its options (`--set length=64` on the command line), its class attributes
-say which model and settings are a good start, and three methods do the work: `examples`, `build` and `metrics`.
+say which model and settings are a good start, and two methods do the work, `examples` and `build`; `metrics` where
+there is more to say than loss and accuracy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..nn.attention import calibrating
 from ..nn.stack import Model
 
 __all__ = [
+    "IGNORED",
     "SPLITS",
     "UNLIMITED",
     "Batch",
@@ -45,6 +47,8 @@ UNLIMITED = 1 << 62
 # Validation examples are the same for every run, whatever its seed: runs can be compared.
 _STREAMS = {"train": 0x7472, "valid": 0x7661}
 SPLITS = tuple(_STREAMS)
+# Targets that do not count.
+IGNORED = -100
 
 
 class DataError(ValueError):
@@ -138,6 +142,8 @@ class Task(ABC):
     # The metric that curves show and runs are compared by, and whether more of it is better.
     metric: ClassVar[str]
     larger_is_better: ClassVar[bool] = False
+    # Whether examples differ in length: they are padded at the end, and a batch has a `key_mask`.
+    padded: ClassVar[bool] = False
     # Where to start: fields of ModelConfig, and of train.Settings.
     model: ClassVar[dict[str, Any]]
     training: ClassVar[dict[str, Any]]
@@ -150,13 +156,22 @@ class Task(ABC):
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """A fresh model; `model` holds fields of `ModelConfig` (layers, heads, dim, mechanism, ...)."""
 
-    @abstractmethod
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Figures from the sums that the model gave over all validation batches, and `weight`."""
+        """Figures from the sums that the model gave over all validation batches, and `weight`: here the mean loss in
+        nats and the share of right tokens or labels."""
+        return {"loss": totals["loss"] / totals["weight"], "accuracy": totals["right"] / totals["weight"]}
 
     def collate(self, items: Sequence[Batch]) -> Batch:
-        """Examples to a batch; by default all have one size."""
-        return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        """Examples to a batch, of which the first entry is the input."""
+        columns = {name: [item[name] for item in items] for name in items[0]}
+        if not self.padded:
+            return {name: torch.stack(column) for name, column in columns.items()}
+        lengths = torch.tensor([len(x) for x in next(iter(columns.values()))])
+        batch = {
+            name: pad(column, IGNORED if name == "targets" else 0) if column[0].dim() else torch.stack(column)
+            for name, column in columns.items()
+        }
+        return {**batch, "key_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(-1)}
 
     def tokens(self, batch: Batch) -> int:
         """Places of sequences that the model sees in a batch, padding included: what throughput counts.

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 import torch
 
 from .. import checks
-from .base import UNLIMITED, Batch, Examples, Task, TaskModel
-from .heads import IGNORED, CausalModel, token_metrics, with_positions
+from .base import IGNORED, UNLIMITED, Batch, Examples, Task, TaskModel
+from .heads import CausalModel, with_positions
 
 __all__ = ["Copy"]
 
@@ -63,7 +63,3 @@ class Copy(Task):
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """A decoder; learned positions get as many places as a sequence has."""
         return CausalModel(self.symbols + 1, with_positions(model, 2 * self.length + 1))
-
-    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Loss and accuracy per copied symbol."""
-        return token_metrics(totals)

@@ -26,7 +26,7 @@ import torch
 
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
-from .heads import Classifier, collate_labelled, token_metrics, with_positions
+from .heads import Classifier, with_positions
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Documents"]
@@ -218,6 +218,7 @@ class Documents(Task):
     name: ClassVar[str] = "documents"
     metric: ClassVar[str] = "accuracy"
     larger_is_better: ClassVar[bool] = True
+    padded: ClassVar[bool] = True
     model: ClassVar[dict[str, Any]] = {"layers": 2, "heads": 2, "dim": 64}
     training: ClassVar[dict[str, Any]] = {"steps": 400, "batch": 16, "lr": 2e-3, "warmup": 100, "valid_examples": 256}
 
@@ -264,10 +265,6 @@ class Documents(Task):
                 )
         return _Joined(files, self.stretch, self.length // self.stretch, self.share)
 
-    def collate(self, items: Sequence[Batch]) -> Batch:
-        """Documents of different lengths, padded at the end."""
-        return collate_labelled(items)
-
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder over bytes whose mean output is classified."""
         return Classifier(256, self._classes(), with_positions(model, self.length))
@@ -278,7 +275,3 @@ class Documents(Task):
         if is_hub(self.data):
             return len(_open_table(self.data, "train", self.length).values)
         return len(_find(self.data, "train")[0])
-
-    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Loss and accuracy."""
-        return token_metrics(totals)

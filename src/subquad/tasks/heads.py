@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,22 +12,16 @@ from torch import Tensor, nn
 
 from ..nn.models import TransformerDecoder, TransformerEncoder
 from ..nn.pooling import pool
-from .base import Batch, TaskModel, pad
+from .base import IGNORED, Batch, TaskModel
 
 __all__ = [
-    "IGNORED",
     "CausalModel",
     "Classifier",
     "MaskedModel",
-    "collate_labelled",
     "mask_tokens",
     "perplexity",
-    "token_metrics",
     "with_positions",
 ]
-
-# Targets that do not count.
-IGNORED = -100
 
 
 def _token_sums(logits: Tensor, targets: Tensor, *, training: bool) -> Batch:
@@ -117,15 +111,6 @@ def with_positions(model: Mapping[str, Any], length: int) -> dict[str, Any]:
     return {"max_length": length, **model} if model.get("positions") == "learned" else dict(model)
 
 
-def token_metrics(totals: Mapping[str, float]) -> dict[str, float]:
-    """Mean loss in nats and the share of right tokens.
-
-    >>> token_metrics({"loss": 3.0, "right": 1.0, "weight": 2.0})
-    {'loss': 1.5, 'accuracy': 0.5}
-    """
-    return {"loss": totals["loss"] / totals["weight"], "accuracy": totals["right"] / totals["weight"]}
-
-
 def perplexity(loss: float) -> float:
     """exp of the mean loss in nats; finite, however large the loss is that a run has lost control of.
 
@@ -133,14 +118,3 @@ def perplexity(loss: float) -> float:
     (1.0, True)
     """
     return math.exp(min(loss, 700.0))
-
-
-def collate_labelled(items: Sequence[Batch]) -> Batch:
-    """tokens (n_i,), label, weight -> tokens and key_mask (B, max n_i), label (B,), weight (B,)."""
-    lengths = torch.tensor([len(item["tokens"]) for item in items])
-    return {
-        "tokens": pad([item["tokens"] for item in items]),
-        "key_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(-1),
-        "label": torch.stack([item["label"] for item in items]),
-        "weight": torch.stack([item["weight"] for item in items]),
-    }

@@ -18,7 +18,7 @@ import torch
 
 from .. import checks
 from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel
-from .heads import Classifier, collate_labelled, token_metrics, with_positions
+from .heads import Classifier, with_positions
 
 __all__ = ["Listops", "evaluate"]
 
@@ -147,6 +147,7 @@ class Listops(Task):
     name: ClassVar[str] = "listops"
     metric: ClassVar[str] = "accuracy"
     larger_is_better: ClassVar[bool] = True
+    padded: ClassVar[bool] = True
     model: ClassVar[dict[str, Any]] = {"layers": 4, "heads": 4, "dim": 64}
     training: ClassVar[dict[str, Any]] = {"steps": 2000, "batch": 32, "lr": 1e-3, "warmup": 100, "valid_examples": 256}
 
@@ -178,14 +179,6 @@ class Listops(Task):
             )
         return _Read(rows)
 
-    def collate(self, items: Sequence[Batch]) -> Batch:
-        """Expressions of different lengths, padded at the end."""
-        return collate_labelled(items)
-
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder whose mean output is classified."""
         return Classifier(len(SYMBOLS), CLASSES, with_positions(model, self.length))
-
-    def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """Loss and accuracy."""
-        return token_metrics(totals)

@@ -7,7 +7,7 @@ a column of sequences; `length` may be 8192 and more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, pad, split_of
+from .base import UNLIMITED, Batch, DataError, Examples, Task, TaskModel, split_of
 from .fasta import RESIDUES, FastaFile, residues
-from .heads import IGNORED, CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics, with_positions
+from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, with_positions
 from .hub import HubName, Rows, choose_column, is_hub, open_rows
 
 __all__ = ["Protein"]
@@ -107,6 +107,7 @@ class Protein(Task):
 
     name: ClassVar[str] = "protein"
     metric: ClassVar[str] = "perplexity"
+    padded: ClassVar[bool] = True
     model: ClassVar[dict[str, Any]] = {"layers": 4, "heads": 4, "dim": 128}
     training: ClassVar[dict[str, Any]] = {"steps": 1000, "batch": 16, "lr": 1e-3, "warmup": 100}
 
@@ -132,22 +133,11 @@ class Protein(Task):
             raise DataError(f"data={self.data!r} holds {len(file)} records, too few to keep some for validation")
         return _Crops(_Records(file, chosen), self.length, self.causal)
 
-    def collate(self, items: Sequence[Batch]) -> Batch:
-        """Sequences of different lengths, padded at the end."""
-        tokens = [item["tokens"] for item in items]
-        lengths = torch.tensor([len(x) for x in tokens])
-        return {
-            "tokens": pad(tokens),
-            "targets": pad([item["targets"] for item in items], IGNORED),
-            "key_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(-1),
-            "weight": torch.stack([item["weight"] for item in items]),
-        }
-
     def build(self, model: Mapping[str, Any]) -> TaskModel:
         """An encoder with a mask token, or a decoder with a token to begin with."""
         return (CausalModel if self.causal else MaskedModel)(VOCAB, with_positions(model, self.length))
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Perplexity (20 = a uniform guess among the amino acids) and accuracy per residue that counts."""
-        figures = token_metrics(totals)
+        figures = super().metrics(totals)
         return {**figures, "perplexity": perplexity(figures["loss"])}

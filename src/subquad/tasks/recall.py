@@ -20,8 +20,8 @@ import torch
 
 from .. import checks
 from .. import state as states
-from .base import UNLIMITED, Batch, Examples, Progress, Task, TaskModel
-from .heads import IGNORED, CausalModel, token_metrics, with_positions
+from .base import IGNORED, UNLIMITED, Batch, Examples, Progress, Task, TaskModel
+from .heads import CausalModel, with_positions
 
 __all__ = ["Recall", "RecallModel", "state_bytes"]
 
@@ -142,7 +142,7 @@ class Recall(Task):
         """Loss and accuracy per answer, and the accuracy by the number of pairs."""
         counts = [count for count in _counts(self.pairs) if totals[f"asked_{count}"]]
         by_count = {f"accuracy_{count}": totals[f"right_{count}"] / totals[f"asked_{count}"] for count in counts}
-        return {**token_metrics(totals), **by_count}
+        return {**super().metrics(totals), **by_count}
 
     def finish(self, model: Any, folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
         """`state_bytes` of one sequence, the other axis of the paper's figure."""

@@ -224,6 +224,7 @@ class Speech(Task):
 
     name: ClassVar[str] = "speech"
     metric: ClassVar[str] = "word_error_rate"
+    padded: ClassVar[bool] = True
     model: ClassVar[dict[str, Any]] = {"layers": 4, "heads": 4, "dim": 96}
     training: ClassVar[dict[str, Any]] = {"steps": 1000, "batch": 16, "lr": 1e-3, "warmup": 100, "valid_examples": 64}
 

@@ -20,7 +20,7 @@ from .. import checks
 from ..files import replacing
 from ..nn.generation import stream
 from .base import Batch, DataError, Examples, Progress, Task, TaskModel
-from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, token_metrics, with_positions
+from .heads import CausalModel, MaskedModel, mask_tokens, perplexity, with_positions
 from .hub import HubName, is_hub
 from .token_file import TokenFile
 from .token_stream import TokenStream
@@ -140,7 +140,7 @@ class Text(Task):
 
     def metrics(self, totals: Mapping[str, float]) -> dict[str, float]:
         """Bits and perplexity per byte, or per token where `vocab` is given, and accuracy."""
-        figures = token_metrics(totals)
+        figures = super().metrics(totals)
         bits = figures["loss"] / math.log(2)
         return {**figures, self.metric: bits, "perplexity": perplexity(figures["loss"])}
 
