@@ -206,12 +206,12 @@ def test_stretches_have_queries_and_keys_of_their_own():
     assert folded.q.shape == (4, 2, 100, D) and torch.equal(folded.k[2], piece.k[0, :, 200:300])
     attend = sq.create("taylor", D, degree=1)
     alone = Piece(q[:, :, 200:300], k[:, :, 200:300], piece.v[:, :, 200:300], tokens=100, made_up=True)
-    squares = folded.by_stretch(folded.squares(attend))
+    squares = folded.by_segment(folded.squares(attend))
     assert squares.shape == (4, 2)
     assert float(squares[2].sum()) == pytest.approx(float(alone.squares(attend).sum()), rel=1e-4)
     assert folded.deviation(squares) > 1.0
     even = Piece(*data("flat", length=400), None, tokens=400).folded()
-    assert even.deviation(even.by_stretch(even.squares(attend))) < 0.5
+    assert even.deviation(even.by_segment(even.squares(attend))) < 0.5
 
 
 def test_the_plan_names_the_draw_that_it_measured(monkeypatch):
@@ -232,8 +232,8 @@ def test_choosing_a_draw_is_paid_for():
     """Draws that are each good on one stretch and bad on the others: the best on all is luck."""
     each = torch.full((4, 4), 1.0) + 3.0 * (1 - torch.eye(4))
     each[0] *= 0.99
-    assert _Study._flattered(each) > 1.1
-    assert _Study._flattered(torch.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])) == 1.0
+    assert _Study._selection_bias(each) > 1.1
+    assert _Study._selection_bias(torch.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])) == 1.0
 
 
 def test_some_rows_stand_for_all():

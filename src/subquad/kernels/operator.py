@@ -8,7 +8,7 @@ the caller named, which is used or refused with its reason and never replaced by
 A new operator needs no change here:
 
     class Spec(NamedTuple): ...
-    class Reference(Oracle[Spec]): ...
+    class Reference(ReferenceBackend[Spec]): ...
     BACKENDS = by_name(Native(), Chunked(), Reference())
     out = attend(BACKENDS, spec, call, q, k, v)
 """
@@ -27,7 +27,7 @@ from .. import checks
 __all__ = [
     "Backend",
     "Call",
-    "Oracle",
+    "ReferenceBackend",
     "attend",
     "by_name",
     "choose_backend",
@@ -90,7 +90,7 @@ class Backend(Generic[S]):
         raise NotImplementedError
 
 
-class Oracle(Backend[S]):
+class ReferenceBackend(Backend[S]):
     """The definition, which the other backends are compared with; it must be asked for by name."""
 
     name = "reference"

@@ -69,9 +69,9 @@ class Choice:
     options:   with the seed of the draw of random features that was measured; the heads of a layer share it, so
                `create` gives the whole layer that draw
     error:     at the plan's length: measured, or extrapolated from the tokens that were (`extrapolated`)
-    low, high: what it is likely to lie between: two deviations, as stretches of the input differ
-    measured:  on `tokens` tokens, of `draws` draws: the best of them on disjoint stretches, with what choosing it there
-               flatters it; of clusters and buckets, which are made of the data at hand, the mean
+    low, high: what it is likely to lie between: two deviations, as segments of the input differ
+    measured:  on `tokens` tokens, of `draws` draws: the best of them on disjoint segments, corrected for the selection
+               bias of choosing it there; of clusters and buckets, which are made of the data at hand, the mean
     slow:      two runs took three times as long as softmax attention, or as another choice: not looked at any further
     any_draw:  the mean over these draws: what drawing again would give
     relative:  of a setting that keeps to an error, whose time depends on the data: seconds over those of softmax
@@ -155,7 +155,7 @@ class Plan:
               does (softmax itself is best only where no approximation that meets the target is 1.05 times as fast)
     exact:    softmax attention with its time: what remains when nothing else does
     uniform:  the error of the mean of the values; what is not below it is never recommended
-    tokens, heads_measured, rows, stretches: of the input that errors were measured on
+    tokens, heads_measured, rows, segments: of the input that errors were measured on
     """
 
     choices: tuple[Choice, ...]
@@ -171,7 +171,7 @@ class Plan:
     tokens: int
     heads_measured: int
     rows: int
-    stretches: int
+    segments: int
     seconds: float = 0.0
 
     def _qualifies(self, choice: Choice) -> bool:
@@ -238,14 +238,14 @@ class Plan:
         found = [
             f"error: relative and squared, of the {self.criterion}; the mean of all values has {self.uniform:.2g}",
             f"measured on {self.tokens} tokens of {self.heads_measured}{of} {plural}, {self.rows} exact rows each",
-            f"'at most': two deviations more, as {self.stretches} stretches of the input differ"
-            if self.stretches > 1
-            else "'at most': the input is too short to see how stretches of it differ",
+            f"'at most': two deviations more, as {self.segments} segments of the input differ"
+            if self.segments > 1
+            else "'at most': the input is too short to see how segments of it differ",
         ]
         if any(choice.extrapolated for choice in self.choices):
             found.append(
                 f"{self.length} tokens are more than were measured: errors are carried on with their growth from "
-                f"{self.tokens // self.stretches} to {self.tokens} tokens"
+                f"{self.tokens // self.segments} to {self.tokens} tokens"
             )
         if self.length > cost.LENGTHS[-1]:
             found.insert(2, f"times are extrapolated from up to {cost.LENGTHS[-1]} tokens; the JSON has their range")

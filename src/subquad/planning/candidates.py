@@ -1,4 +1,4 @@
-"""What a plan chooses from: one list, each row a mechanism with settings from cheap to dear.
+"""What a plan chooses from: one list, each row a mechanism with settings from cheap to expensive.
 
 Mechanisms with a kernel of their own (linear, efficient, relu) or that must be trained first (Linformer, Hedgehog) do
 not estimate softmax attention; their error without training says nothing, so no plan proposes them.
@@ -42,7 +42,7 @@ def _values(name: str, values: Iterable[int], **fixed: Any) -> tuple[Options, ..
 
 
 # Times of neighbours in a row differ by less than half: a plan that is one step too careful is still a good one.
-# Clusters per chunk of keys, and keys that a query evaluates exactly beside them; {} is the mechanism as it comes.
+# Clusters per chunk of keys, and keys that a query evaluates exactly beside them; {} has the default options.
 MULTIPOLE: tuple[Options, ...] = (
     {"clusters": 8, "exact_keys": 64},
     {"clusters": 16, "exact_keys": 64},
@@ -79,7 +79,7 @@ PLANNABLE = tuple(dict.fromkeys(name for name, _ in CANDIDATES))
 
 @dataclass(frozen=True)
 class Sweep:
-    """Settings of one mechanism from cheap to dear; an object from outside has one."""
+    """Settings of one mechanism from cheap to expensive; an object from outside has one."""
 
     mechanism: str
     options: tuple[Options, ...]
@@ -128,8 +128,8 @@ def sweeps(mechanisms: Iterable[str | Mechanism] | None, *, is_causal: bool, cro
 
 
 def error_keeping(target: float) -> Sweep:
-    """What keeps to an error by itself, at any length: dearer than a fixed number of exact keys, which needs an input
-    as long as the length to be judged."""
+    """What keeps to an error by itself, at any length: more expensive than a fixed number of exact keys, which needs an
+    input as long as the length to be judged."""
     return Sweep("multipole", ({"error": target},))
 
 

@@ -1,8 +1,8 @@
-"""The error of any mechanism, measured: its own output on a stretch of the input against exact attention.
+"""The error of any mechanism, measured: its own output on a segment of the input against exact attention.
 
-A stretch is contiguous, because what a window or a cluster leaves out depends on what stands where. The mechanism runs
+A segment is contiguous, because what a window or a cluster leaves out depends on what stands where. The mechanism runs
 on all of it; exact attention, whose cost is quadratic, is computed for all queries or for a sample of them against
-*all* keys. `folded` cuts it into shorter stretches with queries and keys of their own: how their errors differ says how
+*all* keys. `folded` cuts it into shorter segments with queries and keys of their own: how their errors differ says how
 much inputs of this kind differ, and their mean against the whole says how the error grows with length.
 
 With values v of independent entries +-1 and width E, the mean of |A' v - A v|^2 is E |A' - A|^2: one run measures the
@@ -222,7 +222,7 @@ class Piece:
 
         mask = self.call["key_mask"]
         if mask is not None and not bool(cut(mask, 1).any()):
-            return None  # the few tokens beyond the last stretch are the only real ones
+            return None  # the few tokens beyond the last segment are the only real ones
         return Piece(
             *(cut(x, 2) for x in (self.q, self.k, self.v)),
             tokens=max(self.q.shape[2], self.k.shape[2]) // of,
@@ -263,20 +263,20 @@ class Piece:
         """The mean of `errors`."""
         return statistics.fmean(self.errors(attend, draws=draws))
 
-    def by_stretch(self, squares: Tensor) -> Tensor:
+    def by_segment(self, squares: Tensor) -> Tensor:
         """Squares (B, Hq, R) summed to (P, Hq): P groups of whole sequences, four if there are as many."""
         return torch.stack([group.sum((0, 2)) for group in squares.tensor_split(min(STRETCHES, len(squares)))])
 
     def deviation(self, squares: Tensor) -> float:
-        """How the error differs from one stretch to another, relative to it; squares (P, Hq) of `by_stretch`.
+        """How the error differs from one segment to another, relative to it; squares (P, Hq) of `by_segment`.
 
         Heads are compared with themselves only. Not divided by the root of their number: where the largest keys carry
-        the error, more tokens bring larger keys, not a better mean. No more than if one stretch had all of it.
+        the error, more tokens bring larger keys, not a better mean. No more than if one segment had all of it.
         """
         count, total = len(squares), float(squares.sum())
         if count < 2 or not 0 < total < math.inf:
             return 0.0
-        sizes = self.by_stretch(self.sizes)
+        sizes = self.by_segment(self.sizes)
         error = squares.sum(0) / sizes.sum(0).clamp(min=1e-300)
         off = float((squares - error * sizes).square().sum())
         return min(count * math.sqrt(off / (count - 1)) / total, (count - 1) / 2)

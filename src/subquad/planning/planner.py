@@ -1,10 +1,10 @@
 """What should I use: mechanisms and settings ranked for given queries and keys, on this machine.
 
-Every candidate runs on the input itself, first as stretches of a quarter of the length, then on the whole, against
-exact softmax rows. That gives its error, how it differs between stretches, and how it grows with length: what lies
+Every candidate runs on the input itself, first as segments of a quarter of the length, then on the whole, against
+exact softmax rows. That gives its error, how it differs between segments, and how it grows with length: what lies
 beyond the input is extrapolated from there, with an interval that widens. Of each row of `candidates.py` the cheapest
-setting that meets the target is found, from cheap to dear; what meets it is timed and ranked by its time at the length
-asked for. Softmax attention is always among them; nothing that is no better than the mean of the values is.
+setting that meets the target is found, from cheap to expensive; what meets it is timed and ranked by its time at the
+length asked for. Softmax attention is always among them; nothing that is no better than the mean of the values is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DRAWS, MOST_DRAWS, DRAWN_FEATURES = 4, 12, 2048  # to choose from: the fewer fea
 AVERAGED = 2  # where the mean over draws counts
 SLOWER = 3.0  # times softmax, or what has met the target, in two runs: such a setting is not looked at any further
 TELLING = 2e-3  # seconds: shorter runs are mostly overhead and luck, and nothing is called slow for them
-HOPELESS = 3.0  # times the target, on stretches: no run on the whole
+HOPELESS = 3.0  # times the target, on segments: no run on the whole
 CLEAR = 0.25  # times the target: no need for a better draw
 MOST_HEADS, LEAST_HEADS = 8, 2
 HEAD_TOKENS = 1 << 14  # heads times tokens that every setting runs on: 8 heads of 2048 tokens, 4 of 4096
@@ -107,7 +107,7 @@ class _Study:
         return attend
 
     def cheapest(self, sweep: Sweep) -> Choice | None:
-        """The cheapest setting that meets the target, or the dearest; None if none can be judged on so few tokens."""
+        """The cheapest setting that meets the target, or the most expensive; None if so few tokens can judge none."""
         tokens, length = self.piece.tokens, self.length
         settings = [o for o in sweep.options if length <= tokens or tokens >= least_tokens(sweep.mechanism, o)]
         if not settings:
@@ -122,7 +122,7 @@ class _Study:
         return judge(bisect.bisect_left(range(last), True, key=lambda i: judge(i).meets(self.target)))
 
     def judge(self, sweep: Sweep, options: dict[str, Any]) -> Choice:
-        """One setting: the best of a few draws on stretches, its error on the whole, and what that is at the length."""
+        """One setting: the best of a few draws on segments, its error on the whole, and what that is at the length."""
         first = self.make(sweep, options, 0)
         # A good draw of random features on one input is a good one on the next. Clusters and buckets are made of the
         # data at hand, with starting points as good as any others: there the mean counts.
@@ -138,7 +138,7 @@ class _Study:
         for draw in range(draws):
             attend = first if draw == 0 else self.make(sweep, options, draw)
             start = clock()
-            tried.append(where.by_stretch(where.squares(attend)))
+            tried.append(where.by_segment(where.squares(attend)))
             took = clock() - start
             # Twice: one run may have met a busy moment.
             slow = self.too_slow(took) and self.too_slow(self._seconds(attend))
@@ -165,7 +165,7 @@ class _Study:
             choice = replace(choice, options=with_seed(sweep.mechanism, options, self.seed + best))
         if slow or not short <= HOPELESS * self.target:
             return replace(choice, slow=slow, error=short, low=short, high=math.inf, measured=short)
-        flattered = self._flattered(squares.sum(-1)) if picks else 1.0
+        flattered = self._selection_bias(squares.sum(-1)) if picks else 1.0
         whole = short
         if self.folded is not None:
             seeds = [best] if picks else range(len(tried))
@@ -173,18 +173,18 @@ class _Study:
             whole = sum(runs) / len(runs)
             if random and short > 0:
                 choice = replace(choice, any_draw=whole * mean / short)
-        stretch, deviation = where.tokens, where.deviation(own)
+        segment, deviation = where.tokens, where.deviation(own)
         if self.length > self.piece.tokens and short <= ROUNDING and not isinstance(first, Kernelised):
-            # Its windows or chunks hold a whole stretch, which says nothing of more tokens; halves may.
+            # Its windows or chunks hold a whole segment, which says nothing of more tokens; halves may.
             halves = self.piece.folded(2)
-            own = torch.zeros(0) if halves is None else halves.by_stretch(halves.squares(first))
+            own = torch.zeros(0) if halves is None else halves.by_segment(halves.squares(first))
             short = math.inf if halves is None else float(own.sum()) / halves.norm
-            stretch = self.piece.tokens // 2
+            segment = self.piece.tokens // 2
             deviation = math.inf if halves is None or short <= ROUNDING else halves.deviation(own)
         choice = replace(choice, tokens=self.piece.tokens, measured=flattered * whole)
         if "error" in options:
             choice = replace(choice, relative=self._relative(first))
-        found = self._at_length(choice, short, stretch, deviation)
+        found = self._at_length(choice, short, segment, deviation)
         if found.meets(self.target):
             self.fastest = min(self.fastest, took)
         return found
@@ -197,8 +197,8 @@ class _Study:
         return mine / softmax / math.sqrt(self.length / self.piece.tokens)
 
     @staticmethod
-    def _flattered(each: Tensor) -> float:
-        """How much choosing a draw on this data flatters it: the one that is best on the other stretches, on the one
+    def _selection_bias(each: Tensor) -> float:
+        """The bias of choosing a draw on this data, leave-one-out: the one that is best on the other segments, on the one
         left out, over the best on all; each (draws, P)."""
         total = each.sum(-1)
         least = float(total.min())
@@ -207,15 +207,15 @@ class _Study:
         others = (total.unsqueeze(-1) - each).nan_to_num(nan=math.inf)
         return max(1.0, float(each.gather(0, others.argmin(0, keepdim=True)).sum()) / least)
 
-    def _at_length(self, choice: Choice, short: float, stretch: int, deviation: float) -> Choice:
-        """The error carried on to the length with its growth from `short` on a stretch to the whole, never below 1. The
-        interval: stretches differ, and so may the growth, by half of that per factor of it."""
+    def _at_length(self, choice: Choice, short: float, segment: int, deviation: float) -> Choice:
+        """The error carried on to the length with its growth from `short` on a segment to the whole, never below 1. The
+        interval: segments differ, and so may the growth, by half of that per factor of it."""
         tokens, error = self.piece.tokens, choice.measured
         kept = choice.options.get("error")
         if kept is not None and self.length > tokens and error <= kept:
             return replace(choice, error=error, high=kept, extrapolated=True)
         if self.length > tokens and self.folded is not None and self.q.shape[2] == self.k.shape[2]:
-            steps = math.log(self.length / tokens) / math.log(tokens / stretch)
+            steps = math.log(self.length / tokens) / math.log(tokens / segment)
             offset = 1e-3 * self.target  # keeps two errors that are both nothing from making a factor
             growth = max(1.0, (error + offset) / (short + offset))
             error, deviation = error * growth**steps, deviation * math.hypot(1.0, steps / 2)
@@ -335,7 +335,7 @@ def plan(
         tokens=tokens,
         heads_measured=some,
         rows=study.piece.count.shape[2],
-        stretches=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
+        segments=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
     )
     return replace(with_times(answer) if times else answer, seconds=time.perf_counter() - began)
 

@@ -156,7 +156,7 @@ def _measured(attend: Mechanism, piece: Piece, reason: str, about: dict[str, Any
     off = statistics.stdev(found) / math.sqrt(draws) if draws > 1 and math.isfinite(error) else 0.0
     folded = piece.folded()
     if folded is not None and math.isfinite(error):
-        off = math.hypot(off, error * folded.deviation(folded.by_stretch(folded.squares(attend))))
+        off = math.hypot(off, error * folded.deviation(folded.by_segment(folded.squares(attend))))
     heads = total.sum((0, 2)) / piece.sizes.sum((0, 2)).clamp(min=1e-300)
     span: dict[str, Any] = {
         "low": max(0.0, error - 2 * off),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...features.precision import compute_dtype
-from ..operator import Call, Oracle
+from ..operator import Call, ReferenceBackend
 from .definition import LOW, Spec, centroid_scores, make_choices
 
 __all__ = ["Reference"]
@@ -17,7 +17,7 @@ def _members(rows: Tensor, assigned: Tensor) -> Tensor:
     return rows.gather(2, assigned.unsqueeze(-1).expand(-1, -1, -1, rows.shape[-1]))
 
 
-class Reference(Oracle[Spec]):
+class Reference(ReferenceBackend[Spec]):
     """Dense weights, with choices made beforehand."""
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

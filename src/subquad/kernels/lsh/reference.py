@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..operator import Call, Oracle
+from ..operator import Call, ReferenceBackend
 from ..softmax import dense_softmax
 from .definition import Spec, flatten, visible
 
 __all__ = ["Reference"]
 
 
-class Reference(Oracle[Spec]):
+class Reference(ReferenceBackend[Spec]):
     """The oracle of the other backends."""
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

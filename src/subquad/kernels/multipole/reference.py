@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...features.precision import compute_dtype
-from ..operator import Call, Oracle
+from ..operator import Call, ReferenceBackend
 from ..padding import real_keys
 from .definition import (
     Choices,
@@ -44,7 +44,7 @@ def make_choices(spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Cho
     return made._replace(selection=selection)
 
 
-class Reference(Oracle[Spec]):
+class Reference(ReferenceBackend[Spec]):
     """Dense weights over all single keys and all clusters, with choices made beforehand."""
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

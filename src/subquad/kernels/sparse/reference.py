@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..operator import Call, Oracle
+from ..operator import Call, ReferenceBackend
 from ..padding import real_keys
 from ..softmax import dense_softmax
 from .definition import Spec, visible
@@ -12,7 +12,7 @@ from .definition import Spec, visible
 __all__ = ["Reference"]
 
 
-class Reference(Oracle[Spec]):
+class Reference(ReferenceBackend[Spec]):
     """The oracle of the other backends."""
 
     def attend(self, spec: Spec, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...features.base import FeatureMap, Features
 from ...features.precision import widened
 from ...state import State, Sums, finite, safe_divide
-from ..operator import Call, Oracle
+from ..operator import Call, ReferenceBackend
 from ..padding import real_keys
 from .definition import WindowedLinear
 
@@ -130,7 +130,7 @@ def _visible(spec: WindowedLinear, row: Tensor, rank: Tensor, there: Tensor, sin
     return visible & near, far
 
 
-class Reference(Oracle[WindowedLinear]):
+class Reference(ReferenceBackend[WindowedLinear]):
     """The definition. `backend=None` never takes it."""
 
     def attend(self, spec: WindowedLinear, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The settings that the report compares: every mechanism as it comes, and what its recommendations choose from.
+"""The settings that the report compares: every mechanism with default options, and what it recommends from.
 
 One list for the times (section speed) and the errors (section use), so that no two tables can hold different numbers of
 one setting. It is made from the planner's candidates: a mechanism that is added there is here too.
@@ -21,7 +21,7 @@ __all__ = ["Tried", "candidates", "defaults", "make"]
 
 @dataclass(frozen=True)
 class Tried:
-    """One setting; `label` tells it apart, a mechanism as it comes has its name."""
+    """One setting; `label` tells it apart, a mechanism with default options has its name."""
 
     label: str
     mechanism: str

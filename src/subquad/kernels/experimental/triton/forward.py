@@ -202,7 +202,7 @@ def attend_rows(
         scores = tl.where(visible, scores, 0.0)
         numerator += tl.dot(scores, values, input_precision="ieee")
         total += tl.sum(scores, axis=1)
-        # A row that sees no key has a normaliser of 0 by right. Comparisons with NaN are false, so NaN is not sound.
+        # A row that sees no key has a normaliser of 0, correctly. Comparisons with NaN are false, so NaN is not sound.
         sees = (tokens < length) & ((tl.cumsum(real.to(tl.int32), axis=0) > 0) | (past > -float("inf")))
         sound = ((total >= 1e-20) | (sees == 0)) & (tl.sum(numerator, axis=1) * 0.0 == 0.0)
         redo = tl.max(tl.where(sound, 0, 1), axis=0)

@@ -162,7 +162,7 @@ def _sound(out: Tensor, normaliser: Tensor, scaled: bool, seen: Tensor, hidden: 
         if not scaled:
             return True
         lost = normaliser.abs() < UNDERFLOW
-        if hidden is not None:  # rows that see no key at all have a normaliser of 0 by right
+        if hidden is not None:  # rows that see no key at all have a normaliser of 0, correctly
             lost = lost & ((seen[:, None] + (~hidden[:, 0, :, 0]).cumsum(-1)) > 0)[:, None, None]
         return not bool(lost.any())
 

@@ -72,7 +72,7 @@ def _known(notebook: Notebook, data: Data, seed: int) -> Mapping[str, float] | N
 
 
 def _default(name: str) -> dict[str, Any]:
-    """The size that would vary, as it comes: then the line is a level."""
+    """The size that would vary with default options: the line is then horizontal."""
     return {SIZES[name]: describe(name)["options"][SIZES[name]]} if name in SIZES else {}
 
 
@@ -138,7 +138,7 @@ def _levels(notebook: Notebook, data: str, sizes: list[int], choice: dict[str, s
     for asked, result in notebook.of(NAME):
         if asked["name"] == data:
             found |= result["baselines"]
-    words = {**BASELINES, **{name: f"{name}, as it comes" for name in LEVELS}}
+    words = {**BASELINES, **{name: f"{name}, default options" for name in LEVELS}}
     return [
         Line(key, words[key], [sizes[0], sizes[-1]], [found[key]] * 2,
              {"uniform": ""}.get(key, key if key in LEVELS else "taylor"), choice, flat=True)

@@ -41,7 +41,7 @@ DRAWS = 3
 
 # (key of the colour, words, mechanism, options): one setting per mechanism that needs no training.
 TRIED: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("multipole", "multipole, as it comes", "multipole", {}),
+    ("multipole", "multipole, default options", "multipole", {}),
     ("hyperbolic", "performer hyperbolic 256", "performer", {"num_features": 256}),
     ("sderf", "performer SDERF 256", "performer", {**SDERF, "num_features": 256}),
     ("taylor", "taylor degree 1", "taylor", {"degree": 1, "center": True}),
