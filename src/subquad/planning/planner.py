@@ -198,8 +198,8 @@ class _Study:
 
     @staticmethod
     def _selection_bias(each: Tensor) -> float:
-        """The bias of choosing a draw on this data, leave-one-out: the one that is best on the other segments, on the one
-        left out, over the best on all; each (draws, P)."""
+        """The bias of choosing a draw on this data, leave-one-out: the one that is best on the other segments, on the
+        one left out, over the best on all; each (draws, P)."""
         total = each.sum(-1)
         least = float(total.min())
         if each.shape[1] < 2 or not 0 < least < math.inf:
