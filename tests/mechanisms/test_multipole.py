@@ -439,3 +439,11 @@ def test_later_values_do_not_change_what_an_error_chooses(later):
         inspected = [attn.inspect(q, k, x, is_causal=True) for x in (v, other)]
         assert torch.equal(*(x.exact_keys[..., :36] for x in inspected))
         assert torch.equal(*(x.squared_error[..., :36] for x in inspected))
+
+
+def test_the_estimate_does_not_depend_on_the_size_of_the_values():
+    q, k, v = clustered(length=200)
+    attn = sq.create("multipole", 16, chunk=64, clusters=4, exact_keys=16, seed=0)
+    want = attn.estimated_error(q, k, v)
+    assert torch.allclose(attn.estimated_error(q, k, 1e-16 * v), want, rtol=1e-3)
+    assert torch.equal(attn.estimated_error(q, k, 0 * v), torch.zeros_like(want))

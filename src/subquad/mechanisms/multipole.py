@@ -354,4 +354,5 @@ class Multipole(Mechanism):
         if query_mask is not None:
             checks.check_mask("query_mask", query_mask, q.shape[0], q.shape[2], q.device)
             error, norm = (x.masked_fill(~query_mask.unsqueeze(1), 0.0) for x in (error, norm))
-        return error.sum(-1) / norm.sum(-1).clamp(min=1e-30)
+        total = norm.sum(-1)
+        return torch.where(total > 0, error.sum(-1) / total, 0.0)
