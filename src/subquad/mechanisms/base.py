@@ -26,7 +26,7 @@ from ..kernels.operator import Call
 from ..kernels.padding import empty_output
 from ..rollback import Checkpoints
 
-__all__ = ["SHAPE", "Mechanism", "check_call", "without_padding"]
+__all__ = ["SHAPE", "Mechanism", "as_stored", "check_call", "without_padding"]
 
 
 # What a layer says of every mechanism; the other arguments of a class are its options.

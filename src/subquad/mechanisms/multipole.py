@@ -20,15 +20,11 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..features.precision import compute_dtype, full_precision
-from ..kernels.checkpointing import tracing
+from ..features.precision import full_precision
 from ..kernels.kmeans import ClusterDraw
-from ..kernels.multipole import BACKENDS, Choices, Inspection, Spec, cluster, constant, inspect, paged
-from ..kernels.multipole.constant_pages import begin_constant
-from ..kernels.multipole.pages import Pages, begin
+from ..kernels.multipole import Inspection, Spec, all_keys, constant, constant_memory, inspect
 from ..kernels.multipole.states import ConstantState, MultipoleState
-from ..kernels.operator import Call, attend
-from ..kernels.padding import Order, real_keys
+from ..kernels.operator import Call
 from ..state import check_continues, check_fits
 from .base import Mechanism, as_stored, without_padding
 
@@ -168,56 +164,17 @@ class Multipole(Mechanism):
             **where,
         )
 
-    # -- constant memory ----------------------------------------------------------------------------------------------
-
-    def _bounded(self, call: Call) -> tuple[constant.Bounded, int]:
-        """What is computed, and in blocks of how many tokens."""
-        if call.backend is not None:
-            checks.check_option("backend", call.backend, ("chunked", "reference"))
-        block = 1 if call.backend == "reference" else min(call.chunk_size or self.chunk, self.chunk)
-        assert self.limit is not None and self.sinks is not None  # of constant memory
-        return constant.Bounded(self._spec(), self.limit, self.sinks), block
-
-    def _remembered(
-        self, q: Tensor | None, k: Tensor, v: Tensor, memory: constant.Memory | None, call: Call
-    ) -> tuple[Tensor | None, constant.Memory]:
-        """Outputs (B, Hq, L, E) of tokens after those in `memory`, if there are queries, and what remains."""
-        bounded, block = self._bounded(call)
-        order, dtype = Order(call.key_mask, k.shape[2], k.device), compute_dtype(k)
-        k, v = order.front(k.to(dtype)), order.front(v.to(dtype))
-        if q is not None:
-            q = order.front(call.scale * q.to(dtype))
-        count = order.count.squeeze(-1).expand(k.shape[0])
-        memory = constant.empty(bounded, k, v) if memory is None else memory
-        out, after = constant.scan(bounded, memory, q, k, v, count, block)
-        return (None if out is None else order.back(out)), after
-
-    def _constant(
-        self, q: Tensor | None, k: Tensor, v: Tensor, state: Any, call: Call
-    ) -> tuple[Tensor | None, ConstantState]:
-        """`scan`, or `absorb` without queries."""
-        if state is not None:
-            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
-        origin = self._origin(call.scale)
-        if call.backend is None and paged(call, k if q is None else q, k, v, state):
-            pages = None if state is None else state.pages
-            if pages is None:
-                memory = None if state is None else state.memory()
-                pages = begin_constant(self._bounded(call)[0], call, k, v, memory)
-            out, pages = pages.scan(q, k, v, call.key_mask)
-            if out is not None and call.key_mask is not None:
-                out = out.masked_fill(~call.key_mask[:, None, :, None], 0.0)
-            return out, ConstantState.of(pages, origin)
-        out, memory = self._remembered(q, k, v, None if state is None else state.memory(), call)
-        return (None if out is None else out.to(v.dtype)), ConstantState.from_memory(memory, origin)
-
     # -- the calls ----------------------------------------------------------------------------------------------------
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
-        if self.constant_memory:
-            out, state = self._constant(q if is_causal else None, k, v, None, call)
-            return self._read(q, state, call).to(v.dtype) if out is None else out
-        return attend(BACKENDS, self._spec(causal=is_causal), call, q, k, v)
+    @property
+    def _kernels(self) -> Any:
+        """Who attends, scans, absorbs and reads: the same calls for every memory."""
+        return constant_memory if self.constant_memory else all_keys
+
+    def _kept(self, is_causal: bool = False) -> Any:
+        """The spec that they take."""
+        spec = self._spec(causal=is_causal)
+        return constant.Bounded(spec, self.limit or 0, self.sinks or 0) if self.constant_memory else spec
 
     def _origin(self, scale: float) -> str:
         return f"{self._identity} draw {self.draw.draw_key()} scale {scale:.9g}"
@@ -230,69 +187,22 @@ class Multipole(Mechanism):
         check_fits(state.example(), tokens, heads, width, exactly=not self.constant_memory)
         return state
 
-    def _pages(self, state: Any, call: Call, k: Tensor, v: Tensor) -> Pages:
-        """The keys of a state, or none, as the native kernels keep them."""
-        if state is None:
-            return begin(self._spec(), call, k, v)
-        if state.pages is not None:
-            kept: Pages = state.pages
-            return kept
-        mask = None if bool(state.mask.all()) else state.mask
-        known = Choices(state.order, state.sizes)
-        return begin(self._spec(), call, k, v).scan(None, state.k.detach(), state.v.detach(), mask, known)[1]
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, is_causal: bool) -> Tensor:
+        out: Tensor = self._kernels.attend(self._kept(is_causal), call, q, k, v)
+        return out
 
     def _scan(self, q: Tensor, k: Tensor, v: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
-        if self.constant_memory:
-            out, after = self._constant(q, k, v, state, call)
-            assert out is not None
-            return out, after
-        if state is not None:
-            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
-        if paged(call, q, k, v, state):
-            out, pages = self._pages(state, call, k, v).scan(q, k, v, call.key_mask)
-            assert out is not None
-            return out, MultipoleState.of(pages, self._origin(call.scale))
-        after = self._absorb(k, v, state, call)
-        known = Choices(after.order, after.sizes)
-        spec = self._spec(causal=True, past=after.k.shape[2] - k.shape[2], known=known)
-        masked = call.key_mask is not None or tracing(k) or not bool(after.mask.all())
-        seen = call._replace(key_mask=after.mask if masked else None, query_mask=None)
-        return attend(BACKENDS, spec, seen, q, after.k, after.v), after
+        before = None if state is None else self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        found: tuple[Tensor, Any] = self._kernels.scan(self._kept(), call, q, k, v, before, self._origin(call.scale))
+        return found
 
     def _absorb(self, k: Tensor, v: Tensor, state: Any, call: Call) -> Any:
-        if self.constant_memory:
-            return self._constant(None, k, v, state, call)[1]
-        if state is not None:
-            state = self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
-        if paged(call, k, k, v, state):
-            _, pages = self._pages(state, call, k, v).scan(None, k, v, call.key_mask)
-            return MultipoleState.of(pages, self._origin(call.scale))
-        mask = real_keys(k, call.key_mask)
-        known = None
-        if state is None:
-            k, v, mask = k.clone(), v.clone(), mask.clone()  # the caller may use the memory again
-        else:
-            before = state
-            k, v = torch.cat([before.k, k], 2), torch.cat([before.v, v], 2)
-            mask = torch.cat([before.mask, mask], 1)
-            if not tracing(k):
-                done = before.complete()
-                known = Choices(before.order[:, :, :done], before.sizes[:, :, :done])
-        made = cluster(self._spec(known=known), call._replace(key_mask=mask), k)
-        return MultipoleState(k, v, mask, made.order, made.sizes, self._origin(call.scale))
+        before = None if state is None else self._checked(state, call.scale, k, k.shape[1], v.shape[-1])
+        return self._kernels.absorb(self._kept(), call, k, v, before, self._origin(call.scale))
 
     def _read(self, q: Tensor, state: Any, call: Call) -> Tensor:
-        state = self._checked(state, call.scale, q)
-        if state.pages is not None and paged(call, q, q, q, state):
-            read: Tensor = state.pages.read(q)
-            return read.to(q.dtype)
-        if self.constant_memory:
-            memory = state.memory()
-            out = constant.read(self._bounded(call)[0], memory, call.scale * q.to(memory.k.dtype))
-            return out.to(q.dtype)
-        seen = call._replace(key_mask=state.mask)
-        spec = self._spec(known=Choices(state.order, state.sizes))
-        return attend(BACKENDS, spec, seen, q, state.k, state.v)
+        out: Tensor = self._kernels.read(self._kept(), call, q, self._checked(state, call.scale, q))
+        return out
 
     def inspect(
         self,
