@@ -376,3 +376,15 @@ def test_the_least_that_can_be_typed_is_multipole(tmp_path: Path, ids: Path) -> 
     ):
         ran = invoke(model, *arguments, "--no-speed", "--out", tmp_path / "other")
         assert ran.exit_code == 2 and message in " ".join(ran.output.split()), ran.output
+
+
+def test_models_that_take_more_than_one_text(tmp_path: Path, ids: Path) -> None:
+    """Converted and saved without texts; with texts refused before anything is done."""
+    for name in ("vit", "bart"):
+        folder = saved(tmp_path, name)
+        ran = invoke(folder, "--mechanism", "linear", "--out", tmp_path / f"{name}-out")
+        assert ran.exit_code == 0, ran.output
+        assert load(tmp_path / f"{name}-out") is not None
+        ran = invoke(folder, "--mechanism", "linear", "--calibrate", ids, "--out", tmp_path / f"{name}-other")
+        assert ran.exit_code == 2 and "takes more than one text" in _flat(ran.output)
+        assert not (tmp_path / f"{name}-other").exists()

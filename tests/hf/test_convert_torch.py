@@ -213,3 +213,10 @@ def test_a_window_does_not_take_two_sequences_of_one_length_for_one() -> None:
     memory = torch.randn(2, 10, WIDTH)
     with pytest.raises(ValueError, match="query is another tensor than key and value, which is cross attention"):
         converted(x, memory, memory)
+
+
+def test_keys_of_another_width_are_cross_attention() -> None:
+    module, _ = convert(nn.MultiheadAttention(32, 4, kdim=16, vdim=16, batch_first=True), "local", window=2)
+    q, k, v = torch.randn(1, 6, 32), torch.randn(1, 6, 16), torch.randn(1, 6, 16)
+    with pytest.raises(ValueError, match="which is cross attention"):
+        module(q, k, v)

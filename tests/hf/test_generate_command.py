@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import subquad as sq
@@ -146,3 +147,16 @@ def test_a_vocabulary_without_a_tokenizer(tmp_path):
     code, _, err = run(str(tmp_path), "--prompt", "a")
     assert code == 2
     assert "has no tokenizer, and its vocabulary of 300" in err
+
+
+def test_converted_models_with_learned_positions_and_without_a_state(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=256, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config.bos_token_id = config.eos_token_id = 0
+    model, _ = sq.hf.convert(GPT2LMHeadModel(config).eval(), "lsh", buckets=4, bucket_size=4, seed=0)
+    model.save_pretrained(tmp_path)
+    sq.hf.ByteTokenizer().save_pretrained(tmp_path)
+    code, _, err = run(str(tmp_path), "--prompt", "hello", "--tokens", "100")
+    assert code == 2 and "learned 64 positions" in err
+    code, _, err = run(str(tmp_path), "--prompt", "hello", "--tokens", "4")
+    assert code == 0, err

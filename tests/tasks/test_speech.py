@@ -8,7 +8,7 @@ import soundfile
 import torch
 from torch import nn
 
-from subquad.tasks.audio_files import DIGITS, log_mel, spoken_tones
+from subquad.tasks.audio_files import DIGITS, log_mel, read_wav, spoken_tones
 from subquad.tasks.base import DataError, generator_for
 from subquad.tasks.speech import Speech, _BiLSTM, word_errors
 
@@ -163,3 +163,9 @@ def test_what_cannot_be_spelled_is_named(tmp_path: Path) -> None:
     task = Speech(data=str(tmp_path), stride=1)
     with pytest.raises(DataError, match=r"\d\.wav: 8 symbols need 15 frames, and it has \d+.*leave it out"):
         task.examples("train").item(0, generator_for("train", 0, 0))
+
+
+def test_samples_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "1_a_0.wav", np.array([0.1, np.nan, 0.2] * 100, dtype=np.float32), 8000, subtype="FLOAT")
+    with pytest.raises(DataError, match=r"1_a_0\.wav has samples that are no numbers"):
+        read_wav(tmp_path / "1_a_0.wav", 8000)

@@ -302,3 +302,17 @@ def test_words_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_recurrent_baseline_of_speech_is_a_choice() -> None:
     assert parse_mechanism("bilstm") == "bilstm"
+
+
+def test_the_same_seed_twice_and_empty_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        train(tiny(steps=2), tmp_path / name, running=QUICK)
+    with pytest.raises(ValueError, match="the same run with seed 0, which would count twice"):
+        collect([tmp_path / "a", tmp_path / "b"])
+    for arguments, message in (
+        (["--draw", f"{tmp_path / 'a'},", "--out", str(tmp_path / "page")], "an entry is empty"),
+        (["copy", "--mechanism", "", "--out", str(tmp_path / "c")], "the mechanism is empty"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *arguments])
+        assert ended.value.code == 2 and message in capsys.readouterr().err
