@@ -4,6 +4,8 @@ import json
 import math
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,11 @@ def test_links_permissions_and_what_is_no_file_stay_as_they_are(tmp_path: Path) 
     assert os.read(reader, 10) == b"new" and pipe.is_fifo()
     os.close(reader)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["link", "pipe", "private", "real"]
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="there is no /dev/stdout here")
+def test_standard_output_behind_a_pipe() -> None:
+    names = "from subquad.files import check_writable, write_text"
+    code = f"{names}; check_writable('--json', '/dev/stdout'); write_text('/dev/stdout', 'new')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("new", 0), done.stderr

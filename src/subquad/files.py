@@ -85,9 +85,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     ...     print(there, target.read_bytes())
     False b'whole'
     """
-    target = Path(os.path.realpath(path))
+    special = Path(path).exists() and not Path(path).is_file()
+    target = Path(path if special else os.path.realpath(path))  # of a pipe behind /dev/stdout that would be no path
     target.parent.mkdir(parents=True, exist_ok=True)
-    special = target.exists() and not target.is_file()
     handle, name = tempfile.mkstemp(dir=None if special else target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(handle)
     draft = Path(name)
