@@ -50,11 +50,11 @@ def main() -> None:
     schedule = sq.nn.RedrawSchedule(model.encoder, every=20)  # fresh random features from time to time
     for step in range(1, given.steps + 1):
         tokens, labels = batch(16, given.length)
+        schedule.step()
         loss = nn.functional.cross_entropy(model(tokens), labels)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        schedule.step()
         if step % 20 == 0 or step == given.steps:
             print(f"step {step}: loss {loss.item():.3f}")
 

@@ -121,6 +121,6 @@ def test_wrong_schedules():
     inner = sq.nn.TransformerDecoder(layers=1, heads=2, dim=8, vocab=5, mechanism="performer")
     wrapped = torch.nn.Module()
     wrapped.module = inner
-    callback.on_train_begin(None, type("State", (), {"global_step": 1})(), None, model=wrapped)
-    callback.on_step_end(None, None, None)
+    callback.on_train_begin(None, type("State", (), {"global_step": 2})(), None, model=wrapped)
+    callback.on_step_begin(None, None, None)
     assert inner.mechanisms()[0].feature_map.projection.draw_key()[1] == 1

@@ -129,12 +129,12 @@ def test_half_precision_weights_keep_float32_projections(decoder, tokens):
 
 def train(model, schedule, optimizer, steps, first=0):
     for step in range(first, first + steps):
+        schedule.step()
         ids = torch.randint(0, 19, (2, 10), generator=torch.Generator().manual_seed(step))
         loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
     return loss.detach()
 
 
@@ -157,6 +157,14 @@ def test_redrawing_resumes_exactly():
     optimizer.load_state_dict(saved[1])
     schedule.load_state_dict(saved[2])
     assert torch.equal(train(other, schedule, optimizer, 4, first=4), want)
+
+
+def test_nothing_is_redrawn_before_the_first_step_or_after_the_last():
+    model, optimizer, schedule = make()
+    train(model, schedule, optimizer, 3)
+    assert [m.feature_map.projection.draw_key()[1] for m in model.mechanisms()] == [0, 0]
+    train(model, schedule, optimizer, 3)
+    assert [m.feature_map.projection.draw_key()[1] for m in model.mechanisms()] == [1, 1]
 
 
 def test_wrong_schedules_are_refused():
@@ -194,7 +202,7 @@ def test_redraws_are_the_same_on_every_rank(decoder):
     for model, drawn in ((one, 3), (other, 11)):
         torch.manual_seed(drawn)
         schedule = RedrawSchedule(model, every=2)
-        for _ in range(4):
+        for _ in range(5):
             torch.rand(drawn)
             schedule.step()
     random = [name for name in one.state_dict() if ".projection." in name]

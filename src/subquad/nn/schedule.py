@@ -14,18 +14,19 @@ __all__ = ["RedrawSchedule"]
 
 
 class RedrawSchedule:
-    """Calls `model.redraw()` after every `every` calls of `step()`.
+    """Calls `model.redraw()` between training steps, `every` of them apart; call `step()` before each.
 
-    The draws themselves are buffers of the model, a function of its seeds and counters; the schedule only counts. Save
-    both state_dicts together and training resumes with the draws it would have had; ranks that step alike draw alike.
+    Never after the last one: a model is validated and saved with features that it was trained on. The draws themselves
+    are buffers of the model, a function of its seeds and counters; the schedule only counts. Save both state_dicts
+    together and training resumes with the draws it would have had; ranks that step alike draw alike.
 
     >>> import subquad as sq
     >>> model = sq.nn.TransformerDecoder(layers=1, heads=2, dim=8, vocab=5, mechanism="performer")
     >>> schedule = sq.nn.RedrawSchedule(model, every=3)
-    >>> [schedule.step() for _ in range(6)]
-    [False, False, True, False, False, True]
+    >>> [schedule.step() for _ in range(7)]
+    [False, False, False, True, False, False, True]
     >>> schedule.state_dict()
-    {'every': 3, 'steps': 6}
+    {'every': 3, 'steps': 7}
     """
 
     def __init__(self, model: Any, every: int) -> None:
@@ -37,11 +38,11 @@ class RedrawSchedule:
         self.model, self.every, self.steps = model, every, 0
 
     def step(self) -> bool:
-        """Count one training step; says whether it redrew."""
-        self.steps += 1
-        due = self.steps % self.every == 0
+        """Count the training step that comes next; says whether the model was redrawn for it."""
+        due = self.steps > 0 and self.steps % self.every == 0
         if due:
             self.model.redraw()
+        self.steps += 1
         return due
 
     def state_dict(self) -> dict[str, int]:

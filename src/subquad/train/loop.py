@@ -314,6 +314,8 @@ class _Training:
         rate = learning_rate(settings, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        if self.redraw is not None:
+            self.redraw.step()
         parts = [workers.place(next(stream)) for _ in range(settings.accumulate)]
         tokens = sum(self.run.task.tokens(part) for part in parts)
         weight = workers.sum(torch.stack([part["weight"].sum() for part in parts]).sum()).clamp(min=1e-9)
@@ -340,8 +342,6 @@ class _Training:
             return figures, tokens
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.redraw is not None:
-            self.redraw.step()
         return figures, tokens
 
     def _why(self, step: int, figures: dict[str, float]) -> str:

@@ -13,10 +13,11 @@ __all__ = ["RedrawCallback"]
 
 
 class RedrawCallback(TrainerCallback):
-    """`nn.RedrawSchedule` for `Trainer(callbacks=[RedrawCallback(every=1000)])`: redraws after every `every` steps.
+    """`nn.RedrawSchedule` for `Trainer(callbacks=[RedrawCallback(every=1000)])`: redraws every so many steps.
 
-    A step is an optimizer step. The count is that of the Trainer and the draws are buffers of the model, so both are in
-    its checkpoints: training resumed from one has the draws it would have had. Every rank counts alike and draws alike.
+    A step is an optimizer step; a redraw comes before one, so that every checkpoint has features that it was trained
+    with. The count is that of the Trainer and the draws are buffers of the model, so both are in its checkpoints:
+    training resumed from one has the draws it would have had. Every rank counts alike and draws alike.
 
     >>> import subquad as sq
     >>> callback = sq.hf.RedrawCallback(every=100)
@@ -39,7 +40,7 @@ class RedrawCallback(TrainerCallback):
         self.schedule = RedrawSchedule(model, self.every)
         self.schedule.load_state_dict({"every": self.every, "steps": state.global_step})
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count one step; before the checkpoint of this step is written."""
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the optimizer step that comes next."""
         assert self.schedule is not None
         self.schedule.step()
