@@ -73,7 +73,7 @@ def _plot(axes: Any, result: Mapping[str, Any], kind: str, name: str, against: s
     if against == "time":
         unit, divisor = _unit(max((float(x[-1]) for curves in lines.values() for x, _ in curves), default=0.0))
         unit = f"{unit} of training" + (", at the step time measured apart" if paces else "")
-    early = []
+    early, levels = [], []
     for number, label in enumerate(result["runs"]):
         if label not in lines:
             continue
@@ -88,9 +88,12 @@ def _plot(axes: Any, result: Mapping[str, Any], kind: str, name: str, against: s
         if len(lines[label]) > 1:
             axes.fill_between(x / divisor, least, most, color=colour, alpha=0.18, linewidth=0)
         early.append(float(most[np.searchsorted(x, x[-1] / 10)]))
-    # The first values of a loss would flatten all that follows.
+        levels += [float(least.min()), float(most.max())]
     smaller = kind == "train" or not result["larger_is_better"]
-    if smaller and len(early) and axes.get_ylim()[1] > 1.05 * max(early):
+    if smaller and levels and 0 < 20 * min(levels) < max(levels):
+        axes.set_yscale("log")  # error rates of .01 and .05 would be one line
+    # The first values of a loss would flatten all that follows.
+    elif smaller and early and axes.get_ylim()[1] > 1.05 * max(early):
         bottom = axes.get_ylim()[0]
         axes.set_ylim(bottom, max(early) + 0.05 * abs(max(early) - bottom))
     if kind == "valid":
@@ -114,7 +117,9 @@ def _figure(result: Mapping[str, Any], panels: Sequence[Panel]) -> Any:
         _plot(one, result, kind, name or result["metric"], against)
     handles, labels = max((one.get_legend_handles_labels() for one in axes), key=lambda pair: len(pair[0]))
     if handles:  # none while nothing was recorded
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
+        # A letter is about .075 inches wide, the line before a name and the space after it half an inch.
+        columns = int(figure.get_figwidth() / (0.075 * max(map(len, labels)) + 0.5))
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(columns, 5)), frameon=False)
     return figure
 
 
