@@ -91,7 +91,7 @@ def train(
         typer.Option(min=0.0, help="Also validate every so many seconds of steps.", rich_help_panel=_RUNNING),
     ] = None,
     hours: Annotated[
-        float | None, typer.Option(min=0.0, help="End after so long, all starts together.", rich_help_panel=_TRAINING)
+        float | None, typer.Option(min=0.0, help="End after so long, all starts together.", rich_help_panel=_RUNNING)
     ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that prepare batches.", rich_help_panel=_RUNNING)] = 0,
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay on the CPU.", rich_help_panel=_RUNNING)] = False,
@@ -130,6 +130,8 @@ def train(
                 raise ValueError(f"--draw trains nothing, so --{extra[0].strip('_').replace('_', '-')} has no meaning")
             if read_plan(out) is not None or (out / "run.json").is_file():
                 raise ValueError(f"--out {out} holds a run or a comparison; give a folder of its own for the page")
+            if out.is_dir() and any(out.iterdir()) and not (out / "comparison.json").is_file():
+                raise ValueError(f"--out {out} holds other files, nothing was changed; give a folder for the page")
             folders = [folder.strip() for folder in draw.split(",")]
             if "" in folders:
                 raise ValueError(f"--draw {draw!r}: an entry is empty; expected folders separated by commas")
@@ -150,7 +152,10 @@ def train(
         own = parse_pairs("--option", option or [])
         choice = None if mechanism is None else parse_mechanism(mechanism, own)
         taken = parse_mechanism("multipole", own) if choice is None else choice
-        chosen = {"model": {**_present(shape), **parse_pairs("--model", model or [])}, "settings": _present(settings)}
+        named_fields, more_fields = _present(shape), parse_pairs("--model", model or [])
+        if twice := sorted(named_fields.keys() & more_fields.keys()):
+            raise ValueError(f"--model {twice[0]}={more_fields[twice[0]]}: --{twice[0]} says it already; give it once")
+        chosen = {"model": {**named_fields, **more_fields}, "settings": _present(settings)}
         others = None if compare is None else [parse_mechanism(one) for one in split_mechanisms(compare)]
         if out is None:
             if task is None:
@@ -234,6 +239,8 @@ def _compare(run: "Run", mechanisms: list[Any], folder: Path, resume: bool, seed
     if is_first_process():
         print(comparison_table(result))
         print(f"curves and every number: {folder / 'index.html'}", file=sys.stderr)
+    if result["interrupted"]:
+        return _STATUS["interrupted"]
     return max(_STATUS[one["status"]] for runs in result["runs"].values() for one in runs)
 
 

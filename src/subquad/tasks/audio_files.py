@@ -101,7 +101,7 @@ def _folder(folder: str) -> tuple[Recording, ...]:
     if listing.is_file():
         found = []
         try:
-            lines = listing.read_text(encoding="utf-8").splitlines()
+            lines = listing.read_text(encoding="utf-8-sig").splitlines()
         except UnicodeDecodeError as error:
             raise DataError(f"{listing} is not UTF-8 ({error}); save it as that") from None
         for number, line in enumerate(lines, 1):

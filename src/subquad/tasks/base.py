@@ -198,4 +198,6 @@ class Task(ABC):
         {'length': 8, 'symbols': 10}
         """
         checks.check_options(f"task {cls.name!r}", options, (field.name for field in fields(cls)))
+        if not isinstance(options.get("data"), str | None):
+            raise DataError(f"data must be the path of a file or a folder, or hub:NAME, got {options['data']!r}")
         return cls(**options)

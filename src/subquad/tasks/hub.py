@@ -90,6 +90,10 @@ def _datasets() -> Any:
 def _load(hub: HubName, *, streaming: bool) -> Any:
     datasets = _datasets()
     path = Path(hub.name)
+    if path.exists():
+        for field in ("config", "revision"):
+            if getattr(hub, field) is not None:
+                raise DataError(f"{hub} is on this machine, which has no {field}; leave :{field}= out")
     try:
         if path.is_dir() and any((path / name).is_file() for name in _SAVED):
             return datasets.load_from_disk(hub.name)
@@ -134,13 +138,23 @@ def open_splits(hub: HubName, *, streaming: bool) -> tuple[Any, Any | None]:
     return splits[train], None if valid is None else splits[valid]
 
 
+def _first_row(stream: Any) -> Mapping[str, Any]:
+    """Of text, CSV and JSON, whose columns are known by their rows only."""
+    rows = iter(stream)
+    try:
+        row: Mapping[str, Any] = next(rows, {})
+        return row
+    finally:
+        rows.close()
+
+
 def choose_column(
     hub: HubName, data: Any, wanted: str | None, field: str, names: Sequence[str], *, only: bool = True
 ) -> str:
     """The column called `wanted`; if that is None the first of the usual `names`, or with `only` the only one."""
-    columns = list(data.column_names or [])
+    columns = list(data.column_names or _first_row(data))
     if wanted is not None:
-        if columns and wanted not in columns:
+        if wanted not in columns:
             raise DataError(f"{hub} has no column {wanted!r}; it has {columns}{checks.nearest(wanted, columns)}")
         return wanted
     found = next((name for name in names if name in columns), columns[0] if only and len(columns) == 1 else None)

@@ -118,7 +118,7 @@ _VALUES = tuple(str(value) for value in range(CLASSES))
 @lru_cache(maxsize=2)
 def _read(path: Path) -> tuple[tuple[tuple[int, ...], int], ...]:
     rows = []
-    with path.open(encoding="utf-8", errors="replace") as file:  # what is no UTF-8 is no symbol either
+    with path.open(encoding="utf-8-sig", errors="replace") as file:  # what is no UTF-8 is no symbol either
         for number, line in enumerate(file, 1):
             row = line.rstrip("\n").split("\t")
             if number == 1 and row and row[0] == "Source":

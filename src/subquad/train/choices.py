@@ -64,11 +64,14 @@ def parse_mechanism(text: str, options: dict[str, Any] | None = None) -> Any:
             raise ValueError(f"{text!r} names no mechanism")
         if options and not isinstance(choice, dict):
             raise ValueError(f"--option belongs to one mechanism; write {sorted(options)} into the entries of the list")
-        choice = {**choice, **options} if options else choice
     else:
         name, *pairs = text.strip().split(":")
-        inside = {**parse_pairs("--mechanism", pairs), **options}
-        choice = {"mechanism": name, **inside} if inside else name
+        inside = parse_pairs("--mechanism", pairs)
+        choice = {"mechanism": name, **inside} if inside or options else name
+    if options:
+        if twice := sorted(options.keys() & choice.keys()):
+            raise ValueError(f"--option {twice[0]}: --mechanism {text} says it already; give it once")
+        choice = {**choice, **options}
     for one in choice if isinstance(choice, list) else [choice]:
         _check_name(one)
     return choice
@@ -120,12 +123,13 @@ def label_of(choice: Any) -> str:
         return choice
     if isinstance(choice, list):
         whole = "+".join(label_of(one) for one in choice)
-        # Folders have names of 255 letters at most.
-        return whole if len(whole) <= 120 else f"{whole[:100]}-{zlib.crc32(whole.encode()):08x}"
-    options = [
-        f"{name}{value if not isinstance(value, dict) else label_of(value)}"
-        for name, value in choice.items()
-        if name != "mechanism"
-    ]
-    text = "-".join([str(choice.get("mechanism", "")), *options])
-    return "".join(letter if letter.isalnum() or letter in "-+._" else "_" for letter in text)
+    else:
+        options = [
+            f"{name}{value if not isinstance(value, dict) else label_of(value)}"
+            for name, value in choice.items()
+            if name != "mechanism"
+        ]
+        text = "-".join([str(choice.get("mechanism", "")), *options])
+        whole = "".join(letter if letter.isalnum() or letter in "-+._" else "_" for letter in text)
+    # Folders have names of 255 letters at most.
+    return whole if len(whole) <= 120 else f"{whole[:100]}-{zlib.crc32(whole.encode()):08x}"

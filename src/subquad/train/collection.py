@@ -16,18 +16,22 @@ from .run import Run, differences
 __all__ = ["collect", "comparison_rows", "comparison_table", "figure_of", "mark_best", "summary"]
 
 
+# Of a run without a result; other figures are 0.
+_UNKNOWN: dict[str, Any] = {"status": "unfinished", "metrics": {}, "artefacts": {}}
+
+
 def summary(folder: str | Path) -> dict[str, Any]:
     """What a run's folder says about it, as JSON data; `status` is "unfinished" where it has no result yet."""
     folder = Path(folder)
     run = Run.read(folder)
     path = folder / "result.json"
-    result = read_object(path) if path.is_file() else {"status": "unfinished"}
+    result = read_object(path) if path.is_file() else {}
     records = read_records(folder / "metrics.jsonl")
     kept = ("status", "step", "parameters", "seconds", "training_seconds", "tokens_per_second", "metrics", "artefacts")
     return {
         "folder": str(folder),
         "seed": run.settings.seed,
-        **{name: result.get(name, {} if name in ("metrics", "artefacts") else 0) for name in kept},
+        **{name: result.get(name, _UNKNOWN.get(name, 0)) for name in kept},
         "valid": [record for record in records if record["kind"] == "valid"],
         "train": [record for record in records if record["kind"] == "train"],
         "run": run.to_dict(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from ..lab.measure import machine
 from ..tasks.base import Progress, SequentialExamples, generator_for
 from .choices import label_of
 from .collection import mark_best, summary
-from .curves import draw_page
+from .curves import check_drawing, draw_page
 from .distributed import is_first_process
-from .loop import Outcome, train
+from .loop import train
 from .run import Run, nothing_to_resume
 from .settings import Running
 
@@ -34,9 +34,10 @@ def read_plan(folder: Path) -> tuple[Run, list[Any], int] | None:
         if "plan" not in found:  # a page of runs that were drawn together
             return None
         plan = found["plan"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); the comparison cannot be resumed from it") from None
-    return Run.from_dict(plan["run"]), plan["mechanisms"], plan["seeds"]
+        return Run.from_dict(plan["run"]), plan["mechanisms"], plan["seeds"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} cannot be read ({reason}); the comparison cannot be resumed from it") from None
 
 
 def compare(
@@ -48,7 +49,6 @@ def compare(
     resume: bool = False,
     running: Running | None = None,
     on_log: Progress | None = None,
-    on_done: Callable[[str, Outcome], None] | None = None,
 ) -> dict[str, Any]:
     """Train `run` with each mechanism in a folder of its own under `folder`; everything else is the same.
 
@@ -57,7 +57,9 @@ def compare(
     Settings, seed, first weights (where shapes agree) and the order of the data are shared, because they depend on the
     seed only. After each run `comparison.json` is written anew, after all seeds of a mechanism the page of curves: an
     interrupted comparison keeps what it has; one that diverges is reported and does not end the others.
+    `interrupted` says whether Ctrl-C ended it before all were trained, or as the last one ended.
     """
+    check_drawing()
     folder = Path(folder)
     labels = [label_of(choice) for choice in mechanisms]
     if len(set(labels)) != len(labels) or not labels:
@@ -72,6 +74,8 @@ def compare(
             plan.append((label, place, replace(run, model=model, settings=settings)))
     begun = [place for _, place, _ in plan if (place / "run.json").is_file()]
     known = read_plan(folder)
+    if (folder / "run.json").is_file():
+        raise ValueError(f"{str(folder)!r} holds a single run, not a comparison; give another --out")
     if not resume and (begun or known is not None):
         where = begun[0] if begun else folder
         raise ValueError(f"{str(where)!r} holds a run already; say --resume to continue, or give another --out")
@@ -85,6 +89,14 @@ def compare(
             f"seeds={seeds}; nothing was changed. Mechanisms may be added to those that are there; train what else "
             "differs with another --out, and draw all of them together with --draw"
         )
+    if known is not None:
+        # The mechanism of the plan's run is none of those that are compared.
+        same = replace(known[0], model={**known[0].model, "mechanism": run.model["mechanism"]})
+        if wrong := run.changes(same):
+            raise ValueError(
+                f"{str(folder)!r} holds a comparison with other options, nothing was changed: {'; '.join(wrong)}; use "
+                "the same to resume it, or another --out"
+            )
     for _, place, one in plan:
         if place in begun:
             one.check_same(place)
@@ -97,27 +109,34 @@ def compare(
         "runs": {}, "best": None,
     }  # fmt: skip
     if is_first_process():
+        if known is None and not begun and folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(f"{str(folder)!r} is not empty, nothing was changed; give another --out")
         write_json(folder / "comparison.json", result)
         (running or Running()).write(folder)
     for label, place, one in plan:
-        outcome = train(
-            one,
-            place,
-            resume=resume and place in begun,
-            running=running,
-            on_log=None if on_log is None else _labelled(on_log, str(place.relative_to(folder))),
-        )
+        try:
+            outcome = train(
+                one,
+                place,
+                resume=resume and place in begun,
+                running=running,
+                on_log=None if on_log is None else _labelled(on_log, str(place.relative_to(folder))),
+            )
+        except Exception:
+            if is_first_process() and not any((place / "run.json").is_file() for _, place, _ in plan):
+                # Refused before anything was trained: the corrected command must not find a comparison here.
+                for name in ("comparison.json", "running.json"):
+                    (folder / name).unlink(missing_ok=True)
+            raise
         result["runs"].setdefault(label, []).append(summary(place))
         result = mark_best(result)
         if is_first_process():
             write_json(folder / "comparison.json", result)
             if one.settings.seed == first + seeds - 1 or outcome.status != "finished":
                 draw_page(result, folder)
-        if on_done is not None:
-            on_done(label, outcome)
-        if outcome.status == "interrupted":
+        if outcome.signalled:
             break
-    return result
+    return {**result, "interrupted": outcome.signalled}
 
 
 def _try(run: Run) -> None:

@@ -20,7 +20,7 @@ from .. import checks
 from ..files import replacing, write_text
 from .collection import comparison_rows
 
-__all__ = ["draw_curves", "draw_page", "envelope"]
+__all__ = ["check_drawing", "draw_curves", "draw_page", "envelope"]
 
 # Okabe and Ito's colours, which are told apart without red and green; then the same again, dashed.
 _COLOURS = ("#1b1d22", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#c98a00", "#56b4e9", "#882255")
@@ -104,12 +104,19 @@ def _plot(axes: Any, result: Mapping[str, Any], kind: str, name: str, against: s
     axes.grid(alpha=0.25)
 
 
-def _figure(result: Mapping[str, Any], panels: Sequence[Panel]) -> Any:
+def check_drawing() -> None:
+    """Say what is missing before hours are spent on what is to be drawn."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.backends.backend_agg  # noqa: F401
     except ModuleNotFoundError:
         raise checks.missing_package("a page of curves", "matplotlib", "lab") from None
+
+
+def _figure(result: Mapping[str, Any], panels: Sequence[Panel]) -> Any:
+    check_drawing()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.4 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels))

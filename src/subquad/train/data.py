@@ -18,7 +18,7 @@ from ..features.seeded import mix
 from ..files import fingerprint
 from ..tasks.base import Batch, DataError, Examples, SequentialExamples, Task, generator_for
 
-__all__ = ["batches", "data_fingerprint", "order", "validation_batches"]
+__all__ = ["batches", "check_examples", "data_fingerprint", "order", "validation_batches"]
 
 # 4 M indices of 8 bytes: what a permutation may take.
 LARGEST_PERMUTATION = 1 << 22
@@ -143,6 +143,12 @@ def batches(
             examples.close()
 
 
+def check_examples(task: Task, valid: Examples) -> None:
+    """Refuse data that leave nothing to validate on, before the first step."""
+    if len(valid) < 1:
+        raise DataError(f"task {task.name!r} has no validation examples; it needs more data")
+
+
 def validation_batches(
     task: Task, examples: Examples, *, count: int, share: int, process: int, processes: int
 ) -> Iterator[tuple[Batch, bool]]:
@@ -152,8 +158,6 @@ def validation_batches(
     it repeats one that does not count.
     """
     count = min(count, len(examples))
-    if count < 1:
-        raise DataError(f"task {task.name!r} has no validation examples; it needs more data")
     keyed = _Keyed(examples, "valid", 0)
     each = -(-count // processes)
     mine = range(min(process * each, count), min((process + 1) * each, count))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..features.seeded import mix
-from ..files import locked, write_json
+from ..files import locked, read_object, write_json
 from ..mechanisms import Mechanism
 from ..nn.schedule import RedrawSchedule
 from ..plain_text import first_line
 from ..tasks.base import Batch, DataError, Progress, SequentialExamples, TaskModel
 from . import checkpoint
 from .clock import Clock, paced
-from .data import batches, data_fingerprint, validation_batches
+from .data import batches, check_examples, data_fingerprint, validation_batches
 from .distributed import Workers, lost_process
 from .memory import MemoryEstimate, estimate_memory, is_out_of_memory, out_of_memory, refuse_batch
 from .optimizers import make_optimizer
@@ -52,6 +52,7 @@ class Outcome:
     """How a run ended: `metrics` of the last validation, `seconds` on the wall and `training_seconds` in steps alone.
 
     status: finished, stopped (its time was up), interrupted or diverged
+    signalled: whether Ctrl-C or a termination came; with the last step it was too late to interrupt this run
     """
 
     status: str
@@ -63,6 +64,7 @@ class Outcome:
     training_seconds: float = 0.0
     tokens_per_second: float = 0.0
     reason: str = ""
+    signalled: bool = False
 
 
 def train(
@@ -98,6 +100,18 @@ def train(
             if (full := checkpoint.disk_error(error, folder)) is not None:
                 raise full from error
             raise
+
+
+def _kept_outcome(path: Path) -> Outcome | None:
+    """How a run ended that needs no step more; None where that is not known."""
+    if not path.is_file():
+        return None
+    found = read_object(path)
+    names = [one.name for one in fields(Outcome) if one.name != "signalled"]
+    if found.get("status") != "finished" or any(name not in found for name in names):
+        return None
+    metrics = {name: math.nan if value is None else value for name, value in found["metrics"].items()}
+    return Outcome(**{**{name: found[name] for name in names}, "metrics": metrics})
 
 
 def _where(step: int, steps: int) -> str:
@@ -143,20 +157,24 @@ class _Training:
         self.estimate: MemoryEstimate | None = None
         self.metrics: dict[str, float] = {}
         self.records: Records | None = None
+        self.signalled = False
 
     # -- before the first step ----------------------------------------------------------------------------------------
 
     def start(self, resume: bool) -> Outcome:
         # Data and model first: what is wrong with them must not leave a folder behind.
         self.examples = {split: self.run.task.examples(split) for split in ("train", "valid")}
+        check_examples(self.run.task, self.examples["valid"])
         self.fingerprint = data_fingerprint(self.examples)
         seed_all(mix(self.settings.seed, 0) >> 1)
         module = self.run.build()
+        fitted = False
         if self.run.start is not None and not checkpoint.latest(self.folder / "checkpoints"):
             source = Path(self.run.start)
             theirs, mine = (one.to_dict()["model"] for one in (Run.read(source.parent.parent), self.run))
             check_same_model(theirs, mine, source)
-            take_weights(module, source, same_mechanism=theirs["mechanism"] == mine["mechanism"])
+            fitted = theirs["mechanism"] == mine["mechanism"]
+            take_weights(module, source, same_mechanism=fitted)
         parameters = sum(p.numel() for p in module.parameters())
         if self.running.checkpoint_activations:
             backbone = getattr(module, "backbone", None)
@@ -164,7 +182,7 @@ class _Training:
                 raise ValueError(f"checkpoint_activations: {type(module).__name__} has no blocks to compute again")
             backbone.checkpoint_activations()  # type: ignore[union-attr]
         module.to(self.workers.device)
-        self._prepare_module(module)
+        self._prepare_module(module, fitted)
         with ExitStack() as held:
             if self.workers.is_main:
                 self.run.claim(self.folder, resume=resume)
@@ -194,9 +212,10 @@ class _Training:
         ) as stream:  # fmt: skip
             return self.workers.place(next(stream))
 
-    def _prepare_module(self, module: TaskModel) -> None:
+    def _prepare_module(self, module: TaskModel, fitted: bool) -> None:
         try:
-            module.calibrate(self._first_batch(min(CALIBRATION_EXAMPLES, self.settings.batch)))
+            if not fitted:  # features of another run are kept as its weights were trained with them
+                module.calibrate(self._first_batch(min(CALIBRATION_EXAMPLES, self.settings.batch)))
             if self.running.check_memory:
                 self.estimate = estimate_memory(module.train(), self._first_batch(1))
                 refuse_batch(self.estimate, self.share, self.workers.device)
@@ -250,7 +269,11 @@ class _Training:
 
     def _loop(self, first: int, module: TaskModel, parameters: int) -> Outcome:
         settings, running = self.settings, self.running
+        kept = self.folder / "result.json"
+        if first >= settings.steps and (before := _kept_outcome(kept)) is not None:
+            return before
         if self.workers.is_main:
+            kept.unlink(missing_ok=True)  # it told of an earlier step
             self.records = Records(self.folder, first, tensorboard=running.tensorboard)
         plan = batches(
             self.run.task, self.examples["train"], seed=settings.seed, batch=settings.batch, share=self.share,
@@ -276,12 +299,8 @@ class _Training:
         over = step < settings.steps and self._together(clock.over)
         while step < settings.steps and not over:
             began = time.perf_counter()
-            try:
+            with self._data_at_fault(step):
                 figures, tokens = self._step(step, stream)
-            except DataError:
-                if self.workers.processes == 1 and step:  # else the others would wait for this one
-                    self._save(step)
-                raise
             clock.step(time.perf_counter() - began, tokens * self.workers.processes)
             if not math.isfinite(figures["loss"]) or not math.isfinite(figures["gradient_norm"]):
                 return "diverged", step, self._why(step, figures)
@@ -293,14 +312,26 @@ class _Training:
                     self.records.write("train", step, {**figures, **clock.figures()})
                 self.on_log(f"loss {figures['loss']:.4f}{self._headline()}", step, settings.steps)
             if self._together(clock.due()) or step % settings.valid_every == 0 or last:
-                self._validate(step, at_once=last)
+                with self._data_at_fault(step):
+                    self._validate(step, at_once=last)
             if step % running.save_every == 0 or last or caught:
                 self._save(step)
+            self.signalled = bool(caught)
             if caught and step < settings.steps:
                 return "interrupted", step, f"interrupted after step {step}; {self._again()}"
         if over:
             return "stopped", step, f"stopped after step {step}: its time of {running.hours:g} hours is up"
         return "finished", step, ""
+
+    @contextmanager
+    def _data_at_fault(self, step: int) -> Iterator[None]:
+        """Keep what was trained up to `step` where data that cannot be read end the run."""
+        try:
+            yield
+        except DataError:
+            if self.workers.processes == 1 and step:  # else the others would wait for this one
+                self._save(step)
+            raise
 
     def _together(self, mine: bool) -> bool:
         """Whether any process says so; clocks differ, and all have to do the same."""
@@ -314,9 +345,9 @@ class _Training:
         rate = learning_rate(settings, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.redraw is not None:
-            self.redraw.step()
         parts = [workers.place(next(stream)) for _ in range(settings.accumulate)]
+        if self.redraw is not None:
+            self.redraw.step()  # after the data, which may be at fault: then this step was not begun
         tokens = sum(self.run.task.tokens(part) for part in parts)
         weight = workers.sum(torch.stack([part["weight"].sum() for part in parts]).sum()).clamp(min=1e-9)
         total = torch.zeros((), device=workers.device)
@@ -389,12 +420,12 @@ class _Training:
             progress = paced(self.on_log, at_once=True)
             try:
                 artefacts = self.run.task.finish(module.eval(), self.folder, self.settings.seed, progress)
-            except (ValueError, RuntimeError) as error:  # samples are worth less than what was trained
+            except (ValueError, RuntimeError, ImportError) as error:  # samples are worth less than what was trained
                 artefacts = {"failed": f"samples of the trained model: {first_line(error)}"}
         clock = self.clock
         outcome = Outcome(
             status, step, self.metrics, artefacts, parameters, clock.seconds, clock.training,
-            clock.tokens / clock.training if clock.training else 0.0, reason,
+            clock.tokens / clock.training if clock.training else 0.0, reason, self.signalled,
         )  # fmt: skip
         if self.workers.is_main:
             write_json(self.folder / "result.json", {**outcome.__dict__, "run": self.run.to_dict()})

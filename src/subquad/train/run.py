@@ -12,6 +12,7 @@ from ..files import read_object, write_json
 from ..nn.config import mechanism_data
 from ..tasks import get_task
 from ..tasks.base import Task, TaskModel
+from ..tasks.hub import is_hub
 from . import checkpoint
 from .settings import Settings
 from .start import source_checkpoint
@@ -157,12 +158,15 @@ class Run:
             raise ValueError(nothing_to_resume(folder))
         write_json(path, self.to_dict())
 
-    def check_same(self, folder: Path) -> None:
-        """Refuse to go on with the run in `folder` if it is not this one. Its data may have moved."""
-        mine = json.loads(json.dumps(self.to_dict()))
-        theirs = json.loads(json.dumps(Run.read(folder).to_dict()))  # with defaults of settings it has not heard of
+    def changes(self, other: Run) -> list[str]:
+        """What is otherwise in the run `other`, as text. Its data may have moved."""
+        theirs, mine = (json.loads(json.dumps(one.to_dict())) for one in (other, self))
         found = [(name, old, new) for name, old, new in differences(theirs, mine) if not _moved(name, old, new)]
-        wrong = [f"{name}: {old!r} there, {new!r} now" for name, old, new in found]
+        return [f"{name}: {old!r} there, {new!r} now" for name, old, new in found]
+
+    def check_same(self, folder: Path) -> None:
+        """Refuse to go on with the run in `folder` if it is not this one."""
+        wrong = self.changes(Run.read(folder))  # with defaults of settings it has not heard of
         if wrong:
             raise ValueError(
                 f"{str(folder)!r} holds a run with another configuration, nothing was changed: {'; '.join(wrong)}. "
@@ -181,7 +185,7 @@ def _check_fields(model: Mapping[str, Any], mechanism: Any) -> None:
 def _moved(field: str, old: Any, new: Any) -> bool:
     """Whether this is a file or folder of the same name in another place."""
     paths = isinstance(old, str) and isinstance(new, str) and field == "options.data"
-    return paths and Path(old).name == Path(new).name
+    return paths and not (is_hub(old) or is_hub(new)) and Path(old).name == Path(new).name
 
 
 def nothing_to_resume(folder: Path) -> str:

@@ -43,8 +43,8 @@ class Settings:
     beta1, beta2: of its averages (sgd: beta1 is the momentum)
     clip:         largest norm of the gradient; 0 = no limit
     precision:    no | bf16 | fp16 (mixed precision)
-    seed:         of the first weights, the order of the data and dropout
-    redraw_every: resample random features every so many steps; 0 = never
+    seed:         of the first weights, dropout and the order of the data; streams always have the same order
+    redraw_every: resample random features every so many steps, before the step; 0 = never
     valid_every, valid_examples: how often to validate, and on how many examples
     """
 
@@ -70,6 +70,8 @@ class Settings:
             checks.check_positive(name, getattr(self, name))
         for name in ("warmup", "redraw_every", "seed"):
             checks.check_positive(name, getattr(self, name), least=0)
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed must be below 2^63, as torch's generators take it, got {self.seed}")
         if self.weight_decay is None:
             object.__setattr__(self, "weight_decay", 0.0 if self.optimizer in ("adam", "sgd") else 0.01)
         for name in ("lr", "weight_decay", "clip"):
