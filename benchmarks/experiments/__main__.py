@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 from baselines import baselines
-from figures import DOCS, draw_kept, draw_recall, draw_samples
+from figures import DOCS, draw_documents, draw_kept, draw_recall, draw_samples
 from jobs import Experiment, Job
 from runs import EXPERIMENTS
 
@@ -73,17 +73,45 @@ def missing(job: Job, args: argparse.Namespace) -> str | None:
         return f"no mechanism {names[0]}"
     if job.data is not None and not (args.data / job.data).exists():
         return f"no {args.data / job.data}"
-    if job.start is not None and status(args.out / job.start) not in DONE:
+    if job.start is not None and status(args.out / job.start) not in ("finished", "stopped"):
         return f"{job.start} is not trained yet"
     return None
+
+
+def starts_file(job: Job, args: argparse.Namespace) -> Path:
+    """How and when a run was started, beside its folder: it may be resumed several times."""
+    return Path(args.out / f"{job.folder}.starts.json")
+
+
+def refuse_others(job: Job, args: argparse.Namespace) -> None:
+    """End where a run's folder holds one with other options: it must not pass for this one."""
+    starts = starts_file(job, args)
+    if status(args.out / job.folder) != "new" and starts.is_file():
+        (first, *_) = json.loads(starts.read_text(encoding="utf-8"))["starts"]
+        if described(first["command"]) != described(shlex.join(beginning(job, args))):
+            raise SystemExit(
+                f"{args.out / job.folder} holds a run with other options; remove it, or give another --out"
+            )
+
+
+def described(command: str) -> list[str]:
+    """The words of a command that say what is trained, not where, or how it runs."""
+    words = shlex.split(command)
+    return words[: words.index("--seed") + 2]
+
+
+def beginning(job: Job, args: argparse.Namespace) -> list[str]:
+    """What starts a run, as one would type it."""
+    data = [] if job.data is None else ["--data", str(args.data / job.data)]
+    start = [] if job.start is None else ["--from", str(args.out / job.start)]
+    return ["subquad", "train", job.task, "--mechanism", job.mechanism, *data, *start, *job.options,
+            "--seed", str(job.seed)]  # fmt: skip
 
 
 def command(job: Job, args: argparse.Namespace, folder: Path, steps: int | None = None) -> list[str]:
     """What starts or continues a run: `subquad train`, without the need for it to be on the path."""
     if status(folder) == "begun":
         return [*_program(), "--resume", "--out", str(folder), *_running(job)]
-    data = [] if job.data is None else ["--data", str(args.data / job.data)]
-    start = [] if job.start is None else ["--from", str(args.out / job.start)]
     few: list[str] = []
     if steps is not None:  # without the samples of a finished run, which may take longer than all of it
         few = [
@@ -93,8 +121,7 @@ def command(job: Job, args: argparse.Namespace, folder: Path, steps: int | None 
             "2",
             *(["--set", "samples=0"] if job.task == "images" else []),
         ]
-    return [*_program(), job.task, "--mechanism", job.mechanism, *data, *start, *job.options, *few,
-            "--seed", str(job.seed), "--out", str(folder), *_running(job)]  # fmt: skip
+    return [*_program(), *beginning(job, args)[2:], *few, "--out", str(folder), *_running(job)]
 
 
 def _program() -> list[str]:
@@ -115,7 +142,11 @@ def chosen(args: argparse.Namespace) -> list[Experiment]:
     unknown = sorted(set(args.only or ()) - set(known))
     if unknown:
         raise SystemExit(f"--only {unknown[0]}: no such experiment; there are {', '.join(known)}")
-    return [one for one in EXPERIMENTS if not args.only or one.name in args.only]
+    found = [one for one in EXPERIMENTS if not args.only or one.name in args.only]
+    rows = list(dict.fromkeys(label for one in found for label in one.rows))
+    if wrong := sorted(set(args.rows or ()) - set(rows)):
+        raise SystemExit(f"--rows {wrong[0]}: no such row; there are {', '.join(rows)}")
+    return found
 
 
 def queue(args: argparse.Namespace) -> list[Job]:
@@ -127,6 +158,8 @@ def queue(args: argparse.Namespace) -> list[Job]:
 def waiting(args: argparse.Namespace) -> list[Job]:
     """What `run` has to train: not what docs/data holds, unless another run starts from its weights."""
     kept = {} if args.again else read_kept()
+    for job in queue(args):
+        refuse_others(job, args)
     jobs = [job for job in queue(args) if status(args.out / job.folder) not in DONE]
     needed = {job.start for job in jobs if not is_kept(job, kept)}
     return [job for job in jobs if not is_kept(job, kept) or job.folder in needed]
@@ -140,8 +173,9 @@ def read_kept() -> dict[str, Any]:
 
 def is_kept(job: Job, kept: dict[str, Any]) -> bool:
     """Whether the run was kept as it is described now; with other options it is another run."""
-    words = shlex.split(kept[job.folder]["command"]) if job.folder in kept else []
-    return job.mechanism in words and shlex.join(job.options) in shlex.join(words)
+    where = argparse.Namespace(data=Path("data"), out=Path("results/experiments"))
+    same = described(shlex.join(beginning(job, where)))
+    return job.folder in kept and described(kept[job.folder]["command"]) == same
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -182,10 +216,9 @@ def attempt(args: argparse.Namespace) -> None:
                 continue
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
             pace = result["training_seconds"] / result["step"]
-            whole = Run.read(folder).settings.steps if args.steps is None else job.steps
             print(
                 f"{job.folder:60} {pace:7.2f} s/step  {result['parameters']:>9,} parameters, "
-                f"{pace * whole / 3600:.2f} h for {whole} steps",
+                f"{pace * job.steps / 3600:.2f} h for {job.steps} steps",
                 flush=True,
             )
             if not any(other.start == job.folder for other in queue(args)):
@@ -260,9 +293,10 @@ def started(line: list[str], args: argparse.Namespace, log: Path, lock: int) -> 
 
 
 def note(args: argparse.Namespace, job: Job, line: list[str]) -> None:
-    """Keep how and when a run was started, beside its folder: it may be resumed several times."""
-    path = args.out / f"{job.folder}.starts.json"
-    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if path.is_file() else []
+    """Add this start to the others of the same run."""
+    path = starts_file(job, args)
+    again = status(args.out / job.folder) != "new" and path.is_file()
+    starts = json.loads(path.read_text(encoding="utf-8"))["starts"] if again else []
     starts.append({"command": shlex.join(["subquad", "train", *line[3:]]), "date": _now(), "machine": machine()})
     write_json(path, {"starts": starts})
 
@@ -281,7 +315,7 @@ def pages(args: argparse.Namespace, quiet: bool = False) -> None:
             if not (folder / "run.json").is_file():
                 continue
             (found,) = collect([folder])["runs"].values()
-            kept = args.out / f"{job.folder}.starts.json"
+            kept = starts_file(job, args)
             starts = json.loads(kept.read_text(encoding="utf-8"))["starts"] if kept.is_file() else []
             groups.setdefault(job.label, []).append({**found[0], "starts": starts})
         if not groups:
@@ -309,7 +343,7 @@ def keep(args: argparse.Namespace) -> None:
             if status(folder) not in DONE:
                 continue
             ((found,),) = collect([folder])["runs"].values()
-            starts = json.loads((args.out / f"{job.folder}.starts.json").read_text(encoding="utf-8"))["starts"]
+            starts = json.loads(starts_file(job, args).read_text(encoding="utf-8"))["starts"]
             line = starts[0]["command"].replace(str(args.out), "results/experiments").replace(str(args.data), "data")
             figures = ("status", "step", "parameters", "metrics", "artefacts")
             curve = [{k: v for k, v in row.items() if k not in ("kind", "seconds")} for row in found["valid"]]
@@ -330,6 +364,7 @@ def keep(args: argparse.Namespace) -> None:
         draw_kept(one, kept)
         draw_samples(one, kept, args.out)
         draw_recall(one, kept)
+    draw_documents(list(EXPERIMENTS), kept)
 
 
 def _step_seconds(args: argparse.Namespace) -> dict[str, dict[str, float]]:

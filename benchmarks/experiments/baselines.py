@@ -52,16 +52,16 @@ def baselines(run: Run) -> dict[str, float]:
     known = len(task.examples("train"))
     counted = list(pairs(task, "train", order(known, 0, 0, min(EXAMPLES, known))))
     before, after = (torch.cat(side) for side in zip(*counted, strict=True))
-    size = int(max(before.max(), after.max())) + 2
+    new = list(pairs(task, "valid", list(range(min(run.settings.valid_examples, len(valid))))))
+    new_before, new_after = (torch.cat(side) for side in zip(*new, strict=True))
+    size = int(max(side.max() for side in (before, after, new_before, new_after))) + 2
     single = torch.bincount(after, minlength=size).double() + 1 / size
     single /= single.sum()
     table = torch.bincount((before + 1) * size + after, minlength=(size + 1) * size).view(size + 1, size).double()
     table = (table + single) / (table.sum(-1, keepdim=True) + 1)
-    new = list(pairs(task, "valid", list(range(min(run.settings.valid_examples, len(valid))))))
-    before, after = (torch.cat(side) for side in zip(*new, strict=True))
-    levels = {"frequencies": single[after]}
+    levels = {"frequencies": single[new_after]}
     if not _masked(task):
-        levels["pairs"] = table[before + 1, after]
+        levels["pairs"] = table[new_before + 1, new_after]
     totals = {
         name: {"loss": -float(p.log().sum()), "right": 0.0, "weight": float(len(p))} for name, p in levels.items()
     }
@@ -82,11 +82,12 @@ def labelled(task: Task, count: int) -> dict[str, float]:
     levels = {}
     for name, width in (("frequencies", 1), ("pairs", 2)):
         table = torch.full((labels, size**width), 0.1, dtype=torch.double)
-        for one in seen:
+        for one in (one for one in seen if len(one["tokens"]) >= width):
             table[one["label"]] += torch.bincount(_joined(one["tokens"], width, size), minlength=size**width)
         scores = (table / table.sum(-1, keepdim=True)).log()
-        right = [scores[:, _joined(one["tokens"], width, size)].sum(-1).argmax() == one["label"] for one in new]
-        levels[name] = sum(map(float, right)) / len(right)
+        readable = [one for one in new if len(one["tokens"]) >= width]
+        right = [scores[:, _joined(one["tokens"], width, size)].sum(-1).argmax() == one["label"] for one in readable]
+        levels[name] = sum(map(float, right)) / len(new)  # what is too short to say anything is wrong
     if isinstance(task, Documents) and task.stretch:
         levels["stretches known"] = stretches_known(task.length // task.stretch, task.share, labels)
     return levels

@@ -111,6 +111,11 @@ class Experiment:
     seeds: int = 1
     hours: float = 6.0
 
+    def is_longer(self, label: str) -> bool:
+        """Whether a row takes more steps than the others."""
+        steps = self.settings.get("steps")
+        return steps is not None and self.rows[label].settings.get("steps", steps) > steps
+
     def jobs(self) -> list[Job]:
         return [
             Job(

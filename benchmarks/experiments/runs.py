@@ -157,9 +157,7 @@ EXPERIMENTS = (
             "performer-256-as-long": Row(
                 performer(256), settings={"steps": 4000, "lr": 3e-3, "valid_every": 500}, seeds=1
             ),
-            "performer-256-higher-rate": Row(
-                performer(256), settings={"lr": 3e-3}, start="pretrained/softmax", seeds=1
-            ),
+            "performer-256-higher-rate": Row(performer(256), settings={"lr": 3e-3}, start="pretrained/softmax"),
             "softmax-higher-rate": Row(
                 "softmax", settings={"steps": 4000, "lr": 3e-3, "valid_every": 500}, seeds=1, later=1
             ),
@@ -234,7 +232,7 @@ EXPERIMENTS = (
         data="fsdd/recordings",
         options={"fewest": 8, "digits": 40, "stride": 1, "nearby": 0},
         rows={
-            "softmax": Row("softmax"),
+            "softmax": Row("softmax", seeds=2),  # 22 minutes each
             "linear": Row("linear"),
             "performer-64": Row(performer(64)),
             "lsh-4": Row(lsh(4)),
@@ -242,8 +240,12 @@ EXPERIMENTS = (
             "improved-clustered": Row({"mechanism": "improved-clustered", "clusters": 100}),
             "multipole": Row(multipole(256, 16, 64)),
             "linear-nearby": Row("linear", options={"nearby": 2}),
-            "softmax-nearby": Row("softmax", options={"nearby": 2}),
+            "softmax-nearby": Row("softmax", options={"nearby": 2}, seeds=2),
             "linear-window": Row(hybrid(16, LINEAR_FAR)),
+            # In the time that softmax takes for its steps: is it within 20 % then?
+            "linear-nearby-as-long": Row(
+                "linear", options={"nearby": 2}, settings={"steps": 6000, "valid_every": 600}, seeds=1
+            ),
             "bilstm": Row("bilstm"),
         },
         model=SPEECH,

@@ -7,8 +7,8 @@ What stands between a mark and `<!-- end -->` is replaced:
 
 <!-- facts NAME -->      equation, paper, cost and abilities of a mechanism, as `sq.describe` knows them
 <!-- measured NAME -->   its error and time from data/mechanisms.json (python docs/site/measure.py)
-<!-- experiment NAME METRIC STEPS -ROW -->   a metric of an experiment's runs after these steps, without some rows, from
-                         data/experiments.json (python benchmarks/experiments keep)
+<!-- experiment NAME METRIC STEPS -ROW /ROW -->   a metric of an experiment's runs after these steps, without some rows,
+                         and relative to one of them, from data/experiments.json (python benchmarks/experiments keep)
 <!-- results NAME FIGURE:TITLE -->   figures of an experiment's runs at their end, each below its title (_ for a blank)
 <!-- catalogue -->       the table of all mechanisms
 <!-- contributing PART -->   a section of CONTRIBUTING.md
@@ -165,7 +165,7 @@ def _results(asked: str) -> str:
 def _experiment(asked: str) -> str:
     """Rows in the order of their last figure, the best first; of several seeds the mean and the range."""
     name, metric, *rest = asked.split()
-    numbers = [int(step) for step in rest if not step.startswith("-")]
+    numbers = [int(step) for step in rest if step.isdigit()]
     rows = {label: runs for label, runs in _runs(name).items() if f"-{label}" not in rest}
 
     def at(runs: list[dict[str, Any]], step: int) -> list[float]:
@@ -181,12 +181,19 @@ def _experiment(asked: str) -> str:
     best_first = sorted(rows, key=lambda label: final[label], reverse=metric.startswith("accuracy"))
     timed = all("step_seconds" in runs[0] for runs in rows.values())
     head = ["", *(f"after {n:,} steps" if n else "before training" for n in numbers)]
-    head += ["seconds per step"] * timed + ["parameters", "seeds"]
+    head += ["seconds per step"] * timed
+    base = next((row[1:] for row in rest if row.startswith("/")), None)
+    if base is not None:
+        head += [f"{figure} relative to {base}" for figure in (metric.replace("_", " "), "time")]
+    head += ["parameters", "seeds"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for label in best_first:
         runs = rows[label]
         cells = [label, *(cell(at(runs, n)) for n in numbers)]
         cells += [f"{runs[0]['step_seconds']:.2g}"] if timed else []
+        if base is not None:
+            cells.append(f"{final[label] / final[base]:.2g}")
+            cells.append(f"{runs[0]['step_seconds'] / rows[base][0]['step_seconds']:.2g}")
         cells += [f"{runs[0]['parameters']:,}", str(len(runs))]
         lines.append(f"| {' | '.join(cells)} |")
     first = next(iter(rows.values()))[0]
