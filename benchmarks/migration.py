@@ -5,6 +5,7 @@
 The functions come from the page itself, so that what it tells people to type is what is compared.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ def difference(theirs_name: str, carried: Any) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.manual_seed(0)
     page: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):

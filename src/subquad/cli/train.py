@@ -114,7 +114,7 @@ def train(
     }  # fmt: skip
     shape = {"layers": layers, "heads": heads, "dim": dim}
     with user_errors():
-        from subquad.tasks import TASKS, get_task
+        from subquad.tasks import TASKS
         from subquad.train import Run, Running
         from subquad.train.checkpoint import DiskError
         from subquad.train.choices import label_of, parse_mechanism, parse_pairs, split_mechanisms
@@ -124,38 +124,18 @@ def train(
 
         no_task = f"the TASK is missing; expected one of {sorted(TASKS)}"
         if draw is not None:
-            if out is None:
-                raise ValueError("--draw needs --out, a folder for the page")
-            if extra := sorted(given(context) - {"draw", "out"}):
-                raise ValueError(f"--draw trains nothing, so --{extra[0].strip('_').replace('_', '-')} has no meaning")
-            if read_plan(out) is not None or (out / "run.json").is_file():
-                raise ValueError(f"--out {out} holds a run or a comparison; give a folder of its own for the page")
-            if out.is_dir() and any(out.iterdir()) and not (out / "comparison.json").is_file():
-                raise ValueError(f"--out {out} holds other files, nothing was changed; give a folder for the page")
-            folders = [folder.strip() for folder in draw.split(",")]
-            if "" in folders:
-                raise ValueError(f"--draw {draw!r}: an entry is empty; expected folders separated by commas")
-            _draw(folders, out)
+            _draw(context, draw, out)
             return
         if compare is not None and (mechanism is not None or option):
             raise ValueError(
                 "--compare names the mechanisms, so --mechanism and --option have no meaning; write options into it, "
                 "for example --compare lsh:rounds=4,softmax"
             )
-        options = parse_pairs("--set", set_ or [])
-        if data is not None:
-            if task in TASKS and "data" not in {field.name for field in fields(get_task(task))}:
-                raise ValueError(f"--data {data}: the task {task!r} makes its own data; leave it out")
-            if "data" in options:
-                raise ValueError(f"--data {data} and --set data={options['data']} name the same; give one of them")
-            options["data"] = data
+        options = _task_options(task, data, set_ or [])
         own = parse_pairs("--option", option or [])
         choice = None if mechanism is None else parse_mechanism(mechanism, own)
         taken = parse_mechanism("multipole", own) if choice is None else choice
-        named_fields, more_fields = _present(shape), parse_pairs("--model", model or [])
-        if twice := sorted(named_fields.keys() & more_fields.keys()):
-            raise ValueError(f"--model {twice[0]}={more_fields[twice[0]]}: --{twice[0]} says it already; give it once")
-        chosen = {"model": {**named_fields, **more_fields}, "settings": _present(settings)}
+        chosen = {"model": _model_fields(shape, model or []), "settings": _present(settings)}
         others = None if compare is None else [parse_mechanism(one) for one in split_mechanisms(compare)]
         if out is None:
             if task is None:
@@ -205,6 +185,29 @@ def _present(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _task_options(task: str | None, data: str | None, pairs: list[str]) -> dict[str, Any]:
+    from subquad.tasks import TASKS, get_task
+    from subquad.train.choices import parse_pairs
+
+    options = parse_pairs("--set", pairs)
+    if data is not None:
+        if task in TASKS and "data" not in {field.name for field in fields(get_task(task))}:
+            raise ValueError(f"--data {data}: the task {task!r} makes its own data; leave it out")
+        if "data" in options:
+            raise ValueError(f"--data {data} and --set data={options['data']} name the same; give one of them")
+        options["data"] = data
+    return options
+
+
+def _model_fields(shape: dict[str, Any], pairs: list[str]) -> dict[str, Any]:
+    from subquad.train.choices import parse_pairs
+
+    named, more = _present(shape), parse_pairs("--model", pairs)
+    if twice := sorted(named.keys() & more.keys()):
+        raise ValueError(f"--model {twice[0]}={more[twice[0]]}: --{twice[0]} says it already; give it once")
+    return {**named, **more}
+
+
 _STATUS = {"finished": 0, "stopped": 0, "diverged": 1, "interrupted": 130}
 
 
@@ -244,11 +247,23 @@ def _compare(run: "Run", mechanisms: list[Any], folder: Path, resume: bool, seed
     return max(_STATUS[one["status"]] for runs in result["runs"].values() for one in runs)
 
 
-def _draw(folders: list[str], out: Path) -> None:
+def _draw(context: typer.Context, draw: str, out: Path | None) -> None:
     from subquad.files import write_json
     from subquad.train.collection import collect, comparison_table
+    from subquad.train.compare import read_plan
     from subquad.train.curves import draw_page
 
+    if out is None:
+        raise ValueError("--draw needs --out, a folder for the page")
+    if extra := sorted(given(context) - {"draw", "out"}):
+        raise ValueError(f"--draw trains nothing, so --{extra[0].strip('_').replace('_', '-')} has no meaning")
+    if read_plan(out) is not None or (out / "run.json").is_file():
+        raise ValueError(f"--out {out} holds a run or a comparison; give a folder of its own for the page")
+    if out.is_dir() and any(out.iterdir()) and not (out / "comparison.json").is_file():
+        raise ValueError(f"--out {out} holds other files, nothing was changed; give a folder of its own for the page")
+    folders = [folder.strip() for folder in draw.split(",")]
+    if "" in folders:
+        raise ValueError(f"--draw {draw!r}: an entry is empty; expected folders separated by commas")
     check_writable("--out", out, folder=True)
     result = collect(folders)
     write_json(out / "comparison.json", result)
