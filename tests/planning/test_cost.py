@@ -139,3 +139,17 @@ def test_forms_are_facts_of_the_mechanisms():
 def test_grouped_heads_are_timed_as_such():
     costs = cost.attention_costs([sq.create("local", 8, 4, 2, window=8)], heads=4, kv_heads=2)
     assert costs[0].at(512).seconds > 0
+
+
+@pytest.mark.parametrize(("queries", "shapes"), [(0.25, {(32, 128), (64, 256), (128, 512)}),
+                                                 (4.0, {(128, 32), (256, 64), (512, 128)})])  # fmt: skip
+def test_cross_attention_is_timed_as_such(queries, shapes, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        cost, "seconds_of", lambda call, x, training: seen.append((x[0].shape[2], x[1].shape[2])) or 1e-6
+    )
+    attend = sq.create("linear", 8)
+    cost.attention_costs([attend], heads=1)
+    seen.clear()
+    cost.attention_costs([attend], heads=1, queries=queries)
+    assert set(seen) == shapes

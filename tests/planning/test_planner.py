@@ -11,6 +11,7 @@ import subquad as sq
 from subquad.mechanisms import MECHANISMS
 from subquad.planning import candidates, cost
 from subquad.planning.answer import Choice
+from subquad.planning.baselines import uniform_error
 from subquad.planning.candidates import CANDIDATES, Sweep
 from subquad.planning.piece import Piece
 from subquad.planning.planner import _Study, with_times
@@ -392,3 +393,86 @@ def test_an_error_that_is_kept_is_offered_beyond_the_input() -> None:
     assert kept.time.low < kept.time.seconds < kept.time.high
     few = sq.plan(q[:, :, :600], k[:, :, :600], target_error=0.05, length=8192, mechanisms=["multipole"])
     assert not any("error" in choice.options for choice in few.choices), "one chunk says nothing of its time"
+
+
+def test_padding_counts_for_nothing():
+    """Not as tokens measured, in `length` or in what is left out because the input is too short."""
+    q, k = data("flat", length=512)
+    real = torch.arange(512) >= 452
+    call = {"mechanisms": ["local", "taylor"], "times": False}
+    alone = sq.plan(q[:, :, real], k[:, :, real], **call)
+    among = sq.plan(q, k, key_mask=real[None], **call)
+    assert (among.length, among.tokens, alone.length) == (60, 60, 60)
+    for one, other in zip(alone.choices, among.choices, strict=True):
+        assert (one.label, one.tokens) == (other.label, other.tokens)
+        assert (one.error, one.high) == pytest.approx((other.error, other.high), rel=1e-4)
+    longer = sq.plan(q, k, key_mask=real[None], length=512, **call)
+    assert {choice.mechanism for choice in longer.choices} == {"taylor"}  # 60 tokens say nothing of a window
+    cut = sq.plan(q, k, key_mask=real[None], length=40, **call)
+    assert cut.tokens == 40
+
+
+def test_short_sequences_say_nothing_of_a_long_one():
+    q, k = data("few directions, sharp", length=256)
+    call = {"mechanisms": [sq.create("local", D, window=16)], "times": False}
+    mask = torch.arange(256) < torch.tensor([[16], [256], [20], [127]])
+    alone, among = sq.plan(q, k, **call), sq.plan(*(x.repeat(4, 1, 1, 1) for x in (q, k)), key_mask=mask, **call)
+    assert [choice.error for choice in among.choices] == pytest.approx([choice.error for choice in alone.choices])
+    assert "measured on 256 tokens of 1 of 4 sequences, 2 heads" in among.details
+    half = sq.plan(*(x.repeat(2, 1, 1, 1) for x in (q, k)), key_mask=mask[[1, 3]] | (torch.arange(256) < 128), **call)
+    assert half.sequences == 2
+
+
+def test_errors_of_cross_attention_are_carried_on_too():
+    """One query fewer must not turn an extrapolated error into a measured one."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = 1.5 * torch.randn(2, 1, 2, 512, 16, generator=generator)
+    call = {"mechanisms": ["clustered"], "target_error": 0.9, "length": 50_000, "times": False}
+    (same,), (fewer,) = (sq.plan(q[:, :, :n], k, **call).choices for n in (512, 511))
+    assert fewer.extrapolated and not fewer.meets(0.9)
+    assert fewer.error == pytest.approx(same.error, rel=0.1)
+    single = sq.plan(q[:, :, :1], k, mechanisms=["taylor"], length=50_000, times=False)
+    assert all(choice.high == math.inf for choice in single.choices)
+
+
+@pytest.mark.parametrize("queries", [1, 256, 512])
+def test_times_of_cross_attention_are_those_of_as_many_queries(queries, monkeypatch):
+    """One query: softmax reads every key once, and taylor makes features of every key."""
+
+    def law(call, inputs, training):
+        asked, keys = (inputs[i].shape[-2] for i in (0, 1))
+        return 1e-9 * asked * keys if _is_softmax(call) else 1e-7 * (asked + keys)
+
+    monkeypatch.setattr(cost, "seconds_of", law)
+    q, k = data("flat", length=512)
+    answer = sq.plan(q[:, :, :queries], k, mechanisms=["taylor"], target_error=0.2)
+    (taylor, *_) = (choice for choice in answer.choices if choice.mechanism == "taylor" and choice.time)
+    assert taylor.seconds == pytest.approx(1e-7 * (queries + 512), rel=1e-3)
+    assert answer.exact.seconds == pytest.approx(1e-9 * queries * 512, rel=1e-3)
+    assert answer.best.mechanism == ("softmax" if queries == 1 else "taylor")
+    assert any("queries per key" in note for note in answer.notes) == (queries < 512)
+
+
+def test_growth_that_cannot_be_seen_is_not_made_up():
+    """Multipole is exact on halves of one chunk: its error on the chunk grows from nothing by no factor."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = 1.5 * torch.randn(2, 1, 2, 512, 16, generator=generator)
+    far = sq.plan(q, k, mechanisms=["multipole"], target_error=0.9, length=50_000, times=False)
+    (choice,) = far.choices
+    assert 0 < choice.error == choice.measured < 0.9 and choice.high == math.inf and choice.unjudged
+    assert "multipole may, but 512 tokens are too few" in far.verdict
+    few = sq.plan(q[:, :, :20], k[:, :, :20], mechanisms=[sq.create("softmax", 16)], length=50_000, times=False)
+    assert few.choices[0].high == math.inf
+
+
+def test_values_at_padding_have_no_part_in_their_scale():
+    q, k = data("flat", length=64)
+    v = torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(64)[None] < 48
+    wanted = None
+    for garbage in (1.0, 1e22, 1e30):
+        some = torch.where(mask[:, None, :, None], v, garbage)
+        piece = Piece(q, k, some, tokens=64, key_mask=mask)
+        found = [piece.error(sq.create("taylor", D, degree=1)), uniform_error(piece)]
+        wanted = wanted or found
+        assert found == wanted and min(found) > 0

@@ -6,7 +6,7 @@ import torch
 import subquad as sq
 from subquad.features.coupling import orthogonal_gain, orthogonal_gain_trig
 from subquad.planning.closed_form import MOST_KEYS, RELIABLE, _Gain, closed_form, refusal
-from subquad.planning.piece import Piece
+from subquad.planning.piece import Piece, pick_rows
 
 D = 16
 FAMILIES = {
@@ -70,7 +70,7 @@ def test_where_rare_draws_carry_the_error_it_does_not_speak():
     """A small error of large norms: the mean over six hundred draws is still 40 % below it."""
     q, k = gaussian("anisotropic")
     attend = sq.create("performer", D, num_features=256, seed=0)
-    error, _, holds = closed_form(attend, 1.6 * q, 1.6 * k, scale=0.25, is_causal=False, key_mask=None)
+    error, _, holds = closed_form(attend, Piece(1.6 * q, 1.6 * k, None, tokens=96))
     assert error < RELIABLE and not holds
 
 
@@ -93,7 +93,8 @@ def test_heads_masks_and_causal_rows():
     mask = torch.ones(1, 20, dtype=torch.bool)
     mask[:, 14:] = False
     attend = sq.create("performer", D, 4, 2, num_features=64, features="positive", projection="gaussian", seed=0)
-    error, per_head, _ = closed_form(attend, q, k, scale=0.25, is_causal=True, key_mask=mask)
+    piece = Piece(q, k, None, tokens=20, scale=0.25, is_causal=True, key_mask=mask)
+    error, per_head, _ = closed_form(attend, piece)
     wrong, whole = torch.zeros(4), torch.zeros(4)
     for head in range(4):
         for i in range(14):
@@ -136,7 +137,7 @@ def test_beyond_its_range_it_is_measured_and_the_interval_holds_other_draws():
 
 def test_too_many_keys_and_values_are_measured():
     q, k = (x.float() for x in gaussian(rows=8, keys=MOST_KEYS + 1))
-    assert refusal(sq.create("performer", D), MOST_KEYS + 1) is not None
+    assert refusal(sq.create("performer", D), Piece(q, k, None, tokens=MOST_KEYS + 1)) is not None
     assert "too many pairs" in sq.predict_error(q, k, "performer", num_features=32).reason
     v = torch.randn(1, 1, MOST_KEYS + 1, 4) + 5.0
     found = sq.predict_error(q, k, "performer", v=v, num_features=32)
@@ -229,6 +230,94 @@ def test_padded_queries_have_no_part_in_the_prediction(name):
     exact, real = sq.attention(q, k, v, "softmax", key_mask=mask), mask[:, None, :, None]
     off = attend(q, k, v, key_mask=mask, query_mask=mask) - exact
     want = (off * real).square().sum() / (exact * real).square().sum()
-    assert Piece(q, k, v, tokens=60, key_mask=mask, every_sequence=True).error(attend) == pytest.approx(
-        float(want), rel=1e-4
-    )
+    assert Piece(q, k, v, tokens=120, key_mask=mask).error(attend) == pytest.approx(float(want), rel=1e-4)
+
+
+def test_every_sequence_counts_or_none_is_promised():
+    """Flat and sharp sequences by turns: whichever come first, the closed form is of all of them."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = 0.2 * torch.randn(2, 4, 2, 40, D, generator=generator)
+    turns = torch.tensor([1.5, 1.0, 1.5, 1.0])[:, None, None, None]
+    found = sq.predict_error(turns * q, turns * k, "performer", num_features=256)
+    again = sq.predict_error(*((turns * x).roll(1, 0) for x in (q, k)), "performer", num_features=256)
+    assert found.method == again.method == "closed form" and found.sequences == found.batch == 4
+    assert again.error == pytest.approx(found.error, rel=1e-6)
+    sharp = sq.predict_error(turns**3 * q, turns**3 * k, "performer", num_features=256)
+    assert sharp.method == "measured"
+    many = sq.predict_error(*(0.2 * torch.randn(2, 40, 2, 60, D, generator=generator)), "taylor")
+    assert (many.sequences, many.batch) == (34, 40) and "on 60 tokens of 34 of 40 sequences" in str(many)
+    large = sq.predict_error(*(0.2 * torch.randn(2, 20, 2, 60, D, generator=generator)), "performer", num_features=256)
+    assert large.method == "measured" and "20 sequences of 60 keys" in large.reason
+    assert "sequences" not in str(large)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_large_query_is_not_overlooked(is_causal):
+    generator = torch.Generator().manual_seed(1)
+    q, k = 0.2 * torch.randn(2, 1, 1, 200, D, generator=generator)
+    attend = sq.create("performer", D, 1, num_features=512, seed=0)
+    q[:, :, 137] *= 9
+    error, _, holds = closed_form(attend, Piece(q, k, None, tokens=200, is_causal=is_causal))
+    assert not holds and error > 1e-3
+    rows, stands = pick_rows(q[0, 0], 40, is_causal=is_causal)
+    assert float(stands[rows == 137]) == 1.0
+    assert len(rows.unique()) == len(rows) <= 40 and float(stands.sum()) == pytest.approx(200)
+
+
+def padded(x, mask, garbage):
+    """x (1, H, n, C) at the n real places of the mask, garbage at the others."""
+    wide = torch.full((1, x.shape[1], len(mask), x.shape[-1]), garbage)
+    wide[:, :, mask] = x
+    return wide
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("local", {"window": 8}), ("taylor", {"degree": 2}), ("clustered", {"clusters": 8, "seed": 0}),
+     ("performer", {"num_features": 512}), ("performer", {"num_features": 16})],
+)  # fmt: skip
+def test_padding_is_neither_looked_at_nor_counted(name, options, is_causal):
+    """Wherever it stands and whatever it holds: what is said is said of the real tokens."""
+    if is_causal and name == "clustered":
+        return
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = 0.3 * torch.randn(3, 1, 2, 90, D, generator=generator)
+    place = torch.arange(3000)
+    masks = (place >= 2910, place < 90, torch.zeros(3000).scatter(0, 33 * torch.arange(90), 1.0) > 0)
+    for values in (None, v):
+        call = {"is_causal": is_causal, "seed": 0, **options}
+        want = sq.predict_error(q, k, name, v=values, **call)
+        for mask, garbage in zip(masks, (0.0, 20.0, 1e30), strict=True):
+            wide = None if values is None else padded(v, mask, garbage)
+            found = sq.predict_error(
+                padded(q, mask, garbage), padded(k, mask, garbage), name, v=wide, key_mask=mask[None], **call
+            )
+            assert (found.error, found.low, found.high) == pytest.approx((want.error, want.low, want.high), rel=1e-4)
+            assert (found.uniform, found.tokens, found.method) == (pytest.approx(want.uniform), 90, want.method)
+
+
+@pytest.mark.parametrize("name", ["taylor", "clustered"])
+def test_padded_keys_of_cross_attention_and_of_sequences_that_differ(name):
+    generator = torch.Generator().manual_seed(0)
+    options = {"clusters": 4, "seed": 0} if name == "clustered" else {"degree": 2}
+    for queries in (30, 80):
+        q, k = torch.randn(4, 2, queries, D, generator=generator), torch.randn(4, 2, 80, D, generator=generator)
+        v = torch.randn(4, 2, 80, 5, generator=generator).sign()
+        mask = torch.rand(4, 80, generator=generator) < torch.tensor([0.3, 0.9, 0.0, 0.6])[:, None]
+        attend = sq.create(name, D, 2, **options)
+        wrong = whole = 0.0
+        for i in (0, 1, 3):
+            asked = q[i : i + 1] if queries < 80 else q[i : i + 1, :, mask[i]]
+            alone = Piece(asked, k[i : i + 1, :, mask[i]], v[i : i + 1, :, mask[i]], tokens=80, cross=queries < 80)
+            wrong, whole = wrong + float(alone.squares(attend).sum()), whole + alone.norm
+        piece = Piece(q, k, v, tokens=320, key_mask=mask)
+        assert (piece.sequences, piece.given, piece.tokens) == (3, 3, int(mask.sum(1).max()))
+        assert piece.error(attend) == pytest.approx(wrong / whole, rel=1e-4)
+        assert Piece(q, k, v, tokens=80, key_mask=mask).tokens == piece.tokens  # the longest, if it is only one
+
+
+def test_a_mask_without_any_token_is_refused():
+    q, k = (x.float() for x in gaussian(rows=96))
+    with pytest.raises(ValueError, match="key_mask leaves no query with a key"):
+        sq.predict_error(q, k, key_mask=torch.zeros(1, 96, dtype=torch.bool))

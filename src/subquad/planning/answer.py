@@ -155,7 +155,8 @@ class Plan:
               does (softmax itself is best only where no approximation that meets the target is 1.05 times as fast)
     exact:    softmax attention with its time: what remains when nothing else does
     uniform:  the error of the mean of the values; what is not below it is never recommended
-    tokens, heads_measured, rows, segments: of the input that errors were measured on
+    tokens, heads_measured, rows, segments: of the input that errors were measured on;  sequences: of the `batch`
+    queries:  per key, at every length
     """
 
     choices: tuple[Choice, ...]
@@ -172,7 +173,15 @@ class Plan:
     heads_measured: int
     rows: int
     segments: int
+    sequences: int = 1
+    batch: int = 1
+    queries: float = 1.0
     seconds: float = 0.0
+
+    @property
+    def longer(self) -> int:
+        """Queries or keys, whichever are more: what times are measured and carried on by."""
+        return round(self.length * max(1.0, self.queries))
 
     def _qualifies(self, choice: Choice) -> bool:
         in_time = self.time_budget is None or choice.seconds <= self.time_budget
@@ -191,7 +200,7 @@ class Plan:
 
     def _gain(self, choice: Choice) -> str:
         gain = self.exact.seconds / choice.seconds
-        about = "about " if self.length > cost.LENGTHS[-1] or choice.relative is not None else ""
+        about = "about " if self.longer > cost.LENGTHS[-1] or choice.relative is not None else ""
         return (
             f"{about}{gain:.{1 if gain < 100 else 0}f}x faster than softmax"
             if gain >= WORTH
@@ -234,10 +243,11 @@ class Plan:
     def notes(self) -> list[str]:
         """What was measured, and what the numbers do not say."""
         of = "" if self.heads_measured == self.heads else f" of {self.heads}"
-        plural = "head" if self.heads_measured == 1 and not of else "heads"
+        heads = f"{self.heads_measured}{of} {'head' if self.heads_measured == 1 and not of else 'heads'}"
+        some = f"{self.sequences} of {self.batch} sequences, " if self.sequences < self.batch else ""
         found = [
             f"error: relative and squared, of the {self.criterion}; the mean of all values has {self.uniform:.2g}",
-            f"measured on {self.tokens} tokens of {self.heads_measured}{of} {plural}, {self.rows} exact rows each",
+            f"measured on {self.tokens} tokens of {some}{heads}, {self.rows} exact rows each",
             f"'at most': two deviations more, as {self.segments} segments of the input differ"
             if self.segments > 1
             else "'at most': the input is too short to see how segments of it differ",
@@ -247,7 +257,9 @@ class Plan:
                 f"{self.length} tokens are more than were measured: errors are carried on with their growth from "
                 f"{self.tokens // self.segments} to {self.tokens} tokens"
             )
-        if self.length > cost.LENGTHS[-1]:
+        if self.queries != 1:
+            found.append(f"cross attention: at every length {self.queries:.3g} queries per key, as in the input")
+        if self.longer > cost.LENGTHS[-1]:
             found.insert(2, f"times are extrapolated from up to {cost.LENGTHS[-1]} tokens; the JSON has their range")
         best = self.best
         if best is not None and best.needs_calibration:
@@ -295,4 +307,4 @@ class Plan:
         kept = good[:SHOWN]
         kept += [self.exact] if self.exact not in kept else []
         shown = self._table(kept + rest[: max(2, SHOWN - len(kept))], details=False)
-        return "\n".join([self.verdict, "", *shown, *self.notes[: 3 if self.length > cost.LENGTHS[-1] else 2]])
+        return "\n".join([self.verdict, "", *shown, *self.notes[: 3 if self.longer > cost.LENGTHS[-1] else 2]])

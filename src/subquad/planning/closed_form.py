@@ -36,12 +36,12 @@ from ..features.random import ExponentialFeatures, TrigFeatures
 from ..features.variance import block_coefficient
 from ..mechanisms.base import Mechanism
 from ..mechanisms.performer import Performer
-from .piece import evenly, pick_rows
+from .piece import Piece, pick_rows
 
 __all__ = ["RELIABLE", "closed_form", "refusal"]
 
 RELIABLE = 0.03
-MOST_ROWS = 24  # per head; the rest is like them
+MOST_ROWS = 24  # per head of a sequence; the rest is like them
 MOST_KEYS = 512  # pairs of keys are summed: more of them take longer than a run
 NODES = 256  # of the tables of b_l
 DEGREES = 10
@@ -50,8 +50,8 @@ RARE = 4.0
 STEADY = 0.02  # variance of a trigonometric normaliser that keeps 0 seven deviations away
 
 
-def refusal(attend: Mechanism, keys: int) -> str | None:
-    """Why there is no closed form for this mechanism on so many keys, or None where there is one."""
+def refusal(attend: Mechanism, piece: Piece) -> str | None:
+    """Why there is no closed form for this mechanism on this input, or None where there is one."""
     if not isinstance(attend, Performer):
         return f"{attend.name} has no closed form"
     phi = attend.feature_map
@@ -63,8 +63,10 @@ def refusal(attend: Mechanism, keys: int) -> str | None:
         return f"norms={attend.norms!r} is biased, and the closed form is of unbiased rows"
     if attend.projection == "simplex" or (attend.projection == "hadamard" and (attend.blocks or 3) < 3):
         return f"projection={attend.projection!r} as it is here is far from orthogonal rows"
-    if keys > MOST_KEYS:
-        return f"{keys} keys make too many pairs (at most {MOST_KEYS})"
+    if piece.tokens > MOST_KEYS:
+        return f"{piece.tokens} keys make too many pairs (at most {MOST_KEYS})"
+    if piece.sequences < piece.given or piece.sequences * piece.tokens > 2 * MOST_KEYS:
+        return f"{piece.given} sequences of {piece.tokens} keys are more than it looks at"
     return None
 
 
@@ -115,13 +117,8 @@ class _Gain:
         return total
 
 
-def closed_form(
-    attend: Performer, q: Tensor, k: Tensor, *, scale: float, is_causal: bool, key_mask: Tensor | None
-) -> tuple[float, tuple[float, ...], bool]:
-    """|A' - A|^2 / |A|^2 over all heads, of each head, and whether it holds.
-
-    q (B, Hq, L, D), k (B, H, S, D), with at most MOST_KEYS keys; what `refusal` names is not for this function
-    """
+def closed_form(attend: Performer, piece: Piece) -> tuple[float, tuple[float, ...], bool]:
+    """|A' - A|^2 / |A|^2 over all heads, of each head, and whether it holds; what `refusal` names is not for it."""
     phi = attend.feature_map
     trig = isinstance(phi, TrigFeatures)
     paired = trig or bool(getattr(phi, "antithetic", False))
@@ -129,26 +126,25 @@ def closed_form(
     width = next_power_of_two(dim) if attend.projection == "hadamard" else dim
     directions = attend.num_features // 2 if paired else attend.num_features
     coefficient = 0.0 if attend.projection == "gaussian" or width == 1 else block_coefficient(directions, width)
+    scale, is_causal, mask = piece.scale, piece.call["is_causal"], piece.call["key_mask"]
     root = math.sqrt(abs(scale))
-    batch, heads, length, _ = q.shape
-    group = heads // k.shape[1]
+    heads = piece.q.shape[1]
+    group = heads // piece.k.shape[1]
     wrong, whole = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     steady = True
     carried = norms_carried = 0.0
-    for item in evenly(batch, 2).tolist():
+    for item in range(piece.sequences):
+        real = piece.tokens if mask is None else int(mask[item].sum())
         for head in range(heads):
             kv = head // group
-            rows, stands = pick_rows(q[item, head].detach().cpu(), MOST_ROWS, is_causal=is_causal)
-            x = math.copysign(root, scale) * q[item, head].detach().cpu()[rows].double()
-            y = root * k[item, kv].detach().cpu().double()
-            visible = torch.ones(len(x), len(y), dtype=torch.bool)
+            queries = piece.q[item, head] if piece.cross else piece.q[item, head, :real]
+            rows, stands = pick_rows(queries, MOST_ROWS, is_causal=is_causal)
+            x = math.copysign(root, scale) * queries[rows].double()
+            y = root * piece.k[item, kv, :real].double()
+            scores = x @ y.mT
             if is_causal:
-                visible = torch.arange(len(y)) <= rows.unsqueeze(1)
-            if key_mask is not None:
-                visible = visible & key_mask[item].cpu()
-                if length == len(y):  # padding among the keys is padding among the queries
-                    stands = stands * key_mask[item].cpu()[rows]
-            a = torch.softmax((x @ y.mT).masked_fill(~visible, -math.inf), -1).nan_to_num(0.0)
+                scores.masked_fill_(torch.arange(real) > rows.unsqueeze(1), -math.inf)
+            a = torch.softmax(scores, -1)
             if getattr(attend, "center", False):
                 means = phi.calibration
                 assert means is not None
@@ -163,8 +159,6 @@ def closed_form(
             largest = float((x.norm(dim=-1).max() + y.norm(dim=-1).max()) ** 2)
             gain = None if not coefficient or largest > NORM_CAP else _Gain(width, trig, largest)
             for i in range(len(x)):
-                if not bool(visible[i].any()):
-                    continue
                 z = x[i] + (-y if trig else y)
                 inner, norms = z @ z.mT, z.square().sum(-1)
                 own = (s / t - 1) / 2 * norms + weight / 2

@@ -265,8 +265,12 @@ def attention_costs(
     kv_heads: int | None = None,
     is_causal: bool = False,
     training: bool = False,
+    queries: float = 1.0,
 ) -> list[CostModel]:
-    """The cost of each mechanism with `heads` heads of one sequence; measured in turn where it is not known yet."""
+    """The cost of each mechanism with `heads` heads of one sequence; measured in turn where it is not known yet.
+
+    queries: per key; lengths are those of the longer of the two
+    """
     kv_heads = heads if kv_heads is None else kv_heads
     keys = []
     for attend in mechanisms:
@@ -274,7 +278,7 @@ def attention_costs(
             config = attend.config()
         except TypeError:
             config = {"mechanism": attend.name, "options": repr(attend)}
-        keys.append(measurement_key(config, heads, is_causal, training, kv_heads))
+        keys.append(measurement_key(config, heads, is_causal, training, kv_heads, queries))
 
     def measure(missing: list[int]) -> list[Points]:
         # Times of different days can only be compared through something that ran on both: softmax attention.
@@ -288,8 +292,11 @@ def attention_costs(
             raise ValueError(f"mechanisms of one comparison must share head_dim, got {sorted(widths)}")
         width = widths.pop()
         generator = torch.Generator().manual_seed(0)
+        query, key = (heads, min(1.0, queries)), (kv_heads, min(1.0, 1 / queries))
         found = _measure(
-            calls, lambda n: [_drawn(1, h, n, width, generator) for h in (heads, kv_heads, kv_heads)], training
+            calls,
+            lambda n: [_drawn(1, h, max(1, round(share * n)), width, generator) for h, share in (query, key, key)],
+            training,
         )
         stored = None if known is None else _stored(read_json_table(FILE).get(keys[known]))
         return found if stored is None else _as_on(stored, found.pop(), found)

@@ -25,6 +25,7 @@ from .. import checks
 from ..features.hadamard import fwht
 from ..mechanisms.base import Mechanism
 from ..mechanisms.kernelised import Kernelised
+from ..state.windowed import take
 
 __all__ = ["Piece", "check_inputs", "evenly", "pick_rows"]
 
@@ -44,6 +45,8 @@ def check_inputs(q: Any, k: Any, v: Any, *, is_causal: bool, key_mask: Any, scal
             f"q {checks.describe_shape(q)} and k {checks.describe_shape(k)}: at least one query and one key of width 1 "
             "or more is expected"
         )
+    if key_mask is not None and not bool(key_mask.any()):
+        raise ValueError("key_mask leaves no query with a key; it must be True for at least one token")
     checks.check_flag("is_causal", is_causal)
     if is_causal:
         checks.check_causal_lengths(q, k)
@@ -71,22 +74,23 @@ def evenly(count: int, most: int) -> Tensor:
 def pick_rows(x: Tensor, most: int, *, is_causal: bool = False) -> tuple[Tensor, Tensor]:
     """Indices of at most `most` of the queries x (n, D), and how many queries each of them stands for.
 
-    Half of them from the tenth with the largest norms, whose rows carry most of the error. Nothing is random.
+    The error grows exponentially with the norm: a quarter of them are the largest, and stand for themselves alone.
+    Nothing is random.
     """
     count = len(x)
     if count <= most:
         return torch.arange(count), torch.ones(count, dtype=torch.float64)
-    if is_causal:
-        # A row of n keys has |a|^2 of about 1/n: every doubling of the position carries as much as the one before.
-        edges = torch.logspace(0, math.log10(count + 1), most + 1, dtype=torch.float64).round().long().unique() - 1
-        return (edges[:-1] + edges[1:]) // 2, torch.diff(edges).to(torch.float64)
     x = x.to(torch.float64)
     order = (x - x.mean(0)).square().sum(-1).argsort(dim=0, descending=True, stable=True)
-    large = math.ceil(count / 10)
-    parts = [(order[:large], most // 2), (order[large:], most - most // 2)]
-    index = torch.cat([part[evenly(len(part), share)] for part, share in parts])
-    counts = [torch.full((min(len(part), share),), len(part) / max(1, min(len(part), share))) for part, share in parts]
-    return index, torch.cat(counts).to(torch.float64)
+    largest, rest = order.tensor_split([most // 4])
+    some = most - len(largest)
+    if is_causal:
+        # A row of n keys has |a|^2 of about 1/n: every doubling of the position carries as much as the one before.
+        edges = torch.logspace(0, math.log10(len(rest) + 1), some + 1, dtype=torch.float64).round().long().unique() - 1
+        picked, counts = rest.sort().values[(edges[:-1] + edges[1:]) // 2], torch.diff(edges)
+    else:
+        picked, counts = rest[evenly(len(rest), some)], torch.full((some,), len(rest) / some)
+    return torch.cat([largest, picked]), torch.cat([torch.ones(len(largest)), counts]).to(torch.float64)
 
 
 def _signs(shape: torch.Size, seed: int) -> Tensor:
@@ -100,8 +104,15 @@ def _signs(shape: torch.Size, seed: int) -> Tensor:
 
 
 class Piece:
-    """The first tokens of a few sequences, in float32 on the CPU, with their exact output.
+    """The first real tokens of a few sequences, the longest, in float32 on the CPU, with their exact output.
 
+    Padding is moved behind the real tokens, which keep their order, and set to 0; what all sequences have is cut off.
+
+    tokens:    at most so many in all, or of the one sequence that is longer
+    sequences: at most so many
+    cross:     whether padding among the keys is none among the queries; None = where there are more or fewer queries
+
+    given: sequences that have a key, here or not
     exact: (B, Hq, R, E) of the queries compared: all of them, or as many as `most_scores` allows
     count: (B, Hq, R) queries that each of them stands for; padding counts 0
     sizes: (B, Hq, R) |A v|^2 of each, or its mean E |A|^2 where the values are made up;  norm: their sum
@@ -120,42 +131,50 @@ class Piece:
         seed: int = 0,
         most_scores: int | None = None,
         made_up: bool = False,
-        every_sequence: bool = False,
+        sequences: int = STRETCHES,
+        cross: bool | None = None,
     ) -> None:
-        length, size = q.shape[2], k.shape[2]
+        self.cross = q.shape[2] != k.shape[2] if cross is None else cross
         self.made_up = made_up or v is None
         self.most_scores = most_scores
-        items = None if every_sequence else evenly(q.shape[0], max(1, min(STRETCHES, tokens // max(length, size))))
-        rows = slice(0, min(length, tokens)) if length == size else evenly(length, tokens)
+        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask.cpu()
+        lengths = real.sum(1)
+        self.given = int((lengths > 0).sum())
+        longest = max(int(lengths.max()), q.shape[2] if self.cross else 1)
+        most = max(1, min(sequences, self.given, tokens // longest))
+        items = (lengths >= lengths.sort(descending=True).values[most - 1]).nonzero().squeeze(-1)
+        items = items[evenly(len(items), most)]
+        real = real[items]
+        order = real.logical_not().byte().argsort(dim=1, stable=True)[:, : min(tokens, int(lengths.max()))]
+        real = real.gather(1, order)
 
-        def taken(x: Tensor, at: slice | Tensor) -> Tensor:
-            some = x.detach() if items is None else x.detach()[items.to(x.device)]
-            return some[:, :, at if isinstance(at, slice) else at.to(x.device)].float().cpu()
+        rows, asked = order, real
+        if self.cross:
+            rows = evenly(q.shape[2], tokens).unsqueeze(0)
+            asked = torch.ones_like(rows, dtype=torch.bool)
 
-        self.q, self.k = taken(q, rows), taken(k, slice(0, tokens))
+        def taken(x: Tensor, places: Tensor, shown: Tensor) -> Tensor:
+            some = take(x.detach()[items.to(x.device)], places.to(x.device)).float().cpu()
+            return some.masked_fill_(~shown[:, None, :, None], 0.0)
+
+        self.q, self.k = taken(q, rows, asked), taken(k, order, real)
         if v is None:
             self.v = _signs(self.k.shape[:3], seed)
         else:
             # Errors are relative: values of any size are judged alike, without overflow of their squares.
-            self.v = taken(v, slice(0, tokens))
+            self.v = taken(v, order, real)
             self.v /= self.v.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-        real = None
-        if key_mask is not None:
-            real = (key_mask if items is None else key_mask[items.to(key_mask.device)])[:, :tokens].cpu()
-        self.call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": real}
+        mask = None if bool(real.all()) else real
         self.scale = 1.0 / math.sqrt(self.q.shape[-1]) if scale is None else scale
-        # Padding is no query either, and a row without any key is 0 in both.
-        queries = real if real is not None and length == size else None
-        self.call["query_mask"] = queries
+        queries = None if self.cross else mask  # padding is no query either
+        self.call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": mask, "query_mask": queries}
         self.index, self.count = self._compared(queries, is_causal)
-        exact, squares = zip(*self._exact_rows(is_causal, real), strict=True)
+        exact, squares = zip(*self._exact_rows(is_causal, mask), strict=True)
         self.exact = torch.cat(exact, 2)
         sizes = VALUE_WIDTH * torch.cat(squares, 2) if self.made_up else self.exact.square().sum(-1)
         self.sizes = sizes.double() * self.count
         self.norm = float(self.sizes.sum())
         if not 0 < self.norm < math.inf:
-            if real is not None and not bool(real.any()):
-                raise ValueError("key_mask leaves no query with a key; at least one real key per sequence is expected")
             if not bool(self.v.any()):
                 raise ValueError("v is 0 everywhere, and no error is relative to outputs of 0; check what wrote it")
             largest = max(float(x.abs().max()) for x in (self.q, self.k))
@@ -206,8 +225,13 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """Keys per sequence."""
+        """Keys of the longest sequence."""
         return self.k.shape[2]
+
+    @property
+    def sequences(self) -> int:
+        """How many are looked at, of those `given`."""
+        return self.k.shape[0]
 
     def folded(self, most: int = STRETCHES) -> Piece | None:
         """The same tokens as `most` times as many sequences of that part of the length; None where they are too few."""
@@ -221,17 +245,16 @@ class Piece:
             return x.narrow(dim, 0, of * each).reshape(shape).movedim(dim, 1).flatten(0, 1)
 
         mask = self.call["key_mask"]
-        if mask is not None and not bool(cut(mask, 1).any()):
-            return None  # the few tokens beyond the last segment are the only real ones
         return Piece(
             *(cut(x, 2) for x in (self.q, self.k, self.v)),
-            tokens=max(self.q.shape[2], self.k.shape[2]) // of,
+            tokens=self.sequences * max(self.q.shape[2], self.k.shape[2]),
             is_causal=self.call["is_causal"],
             scale=self.scale,
             key_mask=None if mask is None else cut(mask, 1),
             most_scores=self.most_scores,
             made_up=self.made_up,
-            every_sequence=True,
+            sequences=self.sequences * of,
+            cross=self.cross,
         )
 
     def squares(self, attend: Callable[..., Tensor]) -> Tensor:

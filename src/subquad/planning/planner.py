@@ -69,19 +69,24 @@ class _Study:
         self, q: Tensor, k: Tensor, v: Tensor | None, *, target: float, length: int, seed: int, **form: Any
     ) -> None:
         self.q, self.k, self.length, self.seed = q, k, length, seed
-        # Several short sequences count as one long one; a sequence longer than asked for is cut.
+        padding = form.pop("key_mask")
+        alike = q.shape[2] == k.shape[2]
+        real = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool) if padding is None else padding
+        # A sequence longer than asked for is cut; one of less than half the longest says nothing of the length.
+        if alike:
+            real = real & (real.cumsum(1) <= length)
+        lengths = real.sum(1, keepdim=True)
+        real = real & (2 * lengths >= lengths.max())
+        # Several short sequences count as one long one.
         tokens = max(1, min(MOST_TOKENS, 2 * HEAD_TOKENS // q.shape[1]))
-        if max(q.shape[2], k.shape[2]) > length and q.shape[2] == k.shape[2] and form["key_mask"] is None:
-            q, k, v = q[:, :, :length], k[:, :, :length], None if v is None else v[:, :, :length]
-        self.piece = Piece(q, k, v, tokens=tokens, seed=seed, most_scores=MOST_SCORES, **form)
+        self.piece = Piece(q, k, v, tokens=tokens, seed=seed, most_scores=MOST_SCORES, key_mask=real, **form)
         self.folded = self.piece.folded()
         exact = create("softmax", q.shape[-1])
         self._seconds(exact)  # warms up
         self.exact_seconds = self._seconds(exact)
         self.fastest = math.inf  # seconds of one run of what has met the target
         self.statistics = Calibration(self.k.shape[1], self.k.shape[-1])
-        real = form["key_mask"]
-        self.statistics.update(self.q, self.k, real, real if self.q.shape[2] == self.k.shape[2] else None)
+        self.statistics.update(q, k, padding, padding if alike else None)
         self.uniform = uniform_error(self.piece)
         self.target = limit_of(target, self.uniform)
 
@@ -209,19 +214,20 @@ class _Study:
 
     def _at_length(self, choice: Choice, short: float, segment: int, deviation: float) -> Choice:
         """The error carried on to the length with its growth from `short` on a segment to the whole, never below 1. The
-        interval: segments differ, and so may the growth, by half of that per factor of it."""
+        interval: segments differ, and so may the growth, by half of that per factor of it. Where segments are too short
+        to see any growth (an infinite `deviation`, or none at all) the error stays, with no upper end."""
         tokens, error = self.piece.tokens, choice.measured
         kept = choice.options.get("error")
         if kept is not None and self.length > tokens and error <= kept:
             return replace(choice, error=error, high=kept, extrapolated=True)
-        if self.length > tokens and self.folded is not None and self.q.shape[2] == self.k.shape[2]:
+        if self.length > tokens and self.folded is None:
+            deviation = math.inf
+        if self.length > tokens and deviation < math.inf:
             steps = math.log(self.length / tokens) / math.log(tokens / segment)
             offset = 1e-3 * self.target  # keeps two errors that are both nothing from making a factor
             growth = max(1.0, (error + offset) / (short + offset))
             error, deviation = error * growth**steps, deviation * math.hypot(1.0, steps / 2)
             choice = replace(choice, extrapolated=True)
-        elif self.length > tokens and self.folded is None:
-            deviation = math.inf if error > 0 else 0.0  # too short to see any growth
         high = math.inf if deviation == math.inf else error * (1 + 2 * deviation)
         return replace(choice, error=error, low=error * max(0.0, 1 - 2 * min(deviation, 1.0)), high=high)
 
@@ -237,8 +243,8 @@ def with_times(plan: Plan) -> Plan:
     rest = [choice for choice in plan.choices if choice.mechanism != "softmax" and not choice.meets(target)]
     fixed = [choice for choice in [*good, plan.exact] if choice.relative is None]
     mechanisms = [choice.create(plan.head_dim, plan.heads, seed=0) for choice in fixed]
-    costs = attention_costs(mechanisms, heads=plan.heads, is_causal=plan.is_causal)
-    *measured, exact = (replace(choice, time=cost.at(plan.length)) for choice, cost in zip(fixed, costs, strict=True))
+    costs = attention_costs(mechanisms, heads=plan.heads, is_causal=plan.is_causal, queries=plan.queries)
+    *measured, exact = (replace(choice, time=cost.at(plan.longer)) for choice, cost in zip(fixed, costs, strict=True))
     assert exact.time is not None
     good = [
         *measured,
@@ -268,7 +274,8 @@ def plan(
 
     v:            (B, H, S, E): judge the relative squared error of these outputs; without it that of the attention
                   matrix, which is the same for values of mean 0
-    length:       tokens to plan for; None = the keys given
+    length:       tokens to plan for, padding not counted; None = the keys of the longest sequence. In cross attention
+                  keys, with as many queries for each as there are here
     mechanisms:   names to choose from, or objects of your own; None = everything that estimates softmax attention
     time_budget:  seconds for one sequence with all heads; what takes longer is not recommended
     seed:         of everything that is drawn; the draws to choose from have this seed and those after it
@@ -290,14 +297,16 @@ def plan(
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
             raise ValueError(f"{argument} must be a positive number, got {value!r}")
-    length = k.shape[2] if length is None else length
+    given = k.shape[2] if key_mask is None else int(key_mask.sum(1).max())
+    length = given if length is None else length
     checks.check_positive("length", length)
     checks.check_positive("seed", seed, least=0)
     if mechanisms is not None and not isinstance(mechanisms, str | Mechanism):
         if not isinstance(mechanisms, Iterable):
             raise TypeError(f"mechanisms must be names or Mechanism objects, got {mechanisms!r}")
         mechanisms = list(mechanisms)
-    rows = sweeps(mechanisms, is_causal=is_causal, cross=q.shape[2] != k.shape[2])
+    cross = q.shape[2] != k.shape[2]
+    rows = sweeps(mechanisms, is_causal=is_causal, cross=cross)
     fixed = any(sweep.given is not None and sweep.given.heads is not None for sweep in rows)
     study = _Study(
         *fewer_heads(q, k, v, length=length, keep_all=fixed),
@@ -336,6 +345,9 @@ def plan(
         heads_measured=some,
         rows=study.piece.count.shape[2],
         segments=1 if study.folded is None else study.piece.tokens // study.folded.tokens,
+        sequences=study.piece.sequences,
+        batch=q.shape[0],
+        queries=q.shape[2] / given if cross else 1.0,
     )
     return replace(with_times(answer) if times else answer, seconds=time.perf_counter() - began)
 

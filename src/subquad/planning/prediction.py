@@ -38,11 +38,12 @@ class Prediction:
 
     error:     of the attention matrix, or of the outputs where v was given (`criterion`), all heads together
     low, high: what it is likely to lie between: 20 % in closed form; two deviations between draws and between parts of
-               the input where it was measured
+               what was looked at where it was measured
     method:    "closed form", "measured" or "exact";  reason: why not the closed form
     per_head:  of each query head
     uniform:   the error of the mean of the values on the same tokens; what is above it is of no use
-    tokens, draws: that were looked at
+    tokens, draws: that were looked at; the tokens in each of so many `sequences` of the `batch`, without padding. The
+               others have no part in the error, nor in low and high
     """
 
     mechanism: str
@@ -57,6 +58,8 @@ class Prediction:
     uniform: float
     tokens: int
     draws: int
+    sequences: int
+    batch: int
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -64,7 +67,8 @@ class Prediction:
 
     def __str__(self) -> str:
         times = f", {self.draws} draws" if self.draws > 1 else ""
-        how = f"{self.method} on {self.tokens} tokens{times}" if self.method == "measured" else self.method
+        of = f" of {self.sequences} of {self.batch} sequences" if self.sequences < self.batch else ""
+        how = f"{self.method} on {self.tokens} tokens{of}{times}" if self.method == "measured" else self.method
         return (
             f"{self.mechanism}: error of the {self.criterion} {self.error:.3g} ({how}; {self.low:.2g} to "
             f"{self.high:.2g}); the mean of the values has {self.uniform:.3g}"
@@ -89,9 +93,10 @@ def predict_error(
     mechanism: a name with its options, calibrated on q and k where it uses calibration; or an object, taken as it is
     v:         (B, H, S, E): the relative squared error of these outputs instead of that of the attention matrix
 
-    `method` says how it was found. Closed form (`planning/closed_form.py`): random features on up to 512 keys, where
-    it says at most 0.03; there it is within 20 % of the mean over many draws. Measured: everything else, on up to 2048
-    tokens. The features are those of Choromanski et al., "Rethinking Attention with Performers", 2021.
+    `method` says how it was found. Closed form (`planning/closed_form.py`): random features on up to 512 keys, 1024 in
+    all sequences, where it says at most 0.03; there it is within 20 % of the mean over many draws. Measured: everything
+    else, on up to 2048 tokens: the first of one sequence, or several sequences. Padding has no part in either. The
+    features are those of Choromanski et al., "Rethinking Attention with Performers", 2021.
 
     >>> import torch, subquad as sq
     >>> q, k = 0.2 * torch.randn(2, 1, 2, 200, 64, generator=torch.Generator().manual_seed(0))
@@ -119,6 +124,7 @@ def predict_error(
         key_mask=key_mask,
         seed=seed,
         most_scores=MOST_SCORES,
+        sequences=q.shape[0],
     )
     about: dict[str, Any] = {
         "mechanism": attend.name,
@@ -126,16 +132,16 @@ def predict_error(
         "criterion": "attention matrix" if v is None else "output",
         "uniform": uniform_error(piece),
         "tokens": piece.tokens,
+        "sequences": piece.sequences,
+        "batch": piece.given,
     }
     if attend.exact:
         nothing = (0.0,) * q.shape[1]
         return Prediction(error=0.0, low=0.0, high=0.0, method="exact", reason="", per_head=nothing, draws=0, **about)
-    reason = "values are given, and it is of the weights" if v is not None else refusal(attend, k.shape[2])
+    reason = "values are given, and it is of the weights" if v is not None else refusal(attend, piece)
     if reason is None:
         assert isinstance(attend, Performer)
-        error, heads, holds = closed_form(
-            attend, q, k, scale=attend.resolve_scale(scale), is_causal=is_causal, key_mask=key_mask
-        )
+        error, heads, holds = closed_form(attend, piece)
         if holds:
             span: dict[str, Any] = {"low": error / 1.2, "high": 1.2 * error, "method": "closed form", "reason": ""}
             return Prediction(error=error, per_head=heads, draws=0, **span, **about)

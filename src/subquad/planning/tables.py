@@ -51,11 +51,17 @@ def _shown(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def measurement_key(
-    config: dict[str, Any], heads: int, is_causal: bool, training: bool, kv_heads: int | None = None
+    config: dict[str, Any],
+    heads: int,
+    is_causal: bool,
+    training: bool,
+    kv_heads: int | None = None,
+    queries: float = 1.0,
 ) -> str:
     """One line that names a measurement: what ran, in which form, where."""
     machine = f"{platform.machine()} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, subquad {__version__}"
     shared = "" if kv_heads in (None, heads) else f" on {kv_heads}"
     form = f"{'causal' if is_causal else 'full'} {'training' if training else 'forward'}"
+    form += "" if queries == 1 else f", {queries:.3g} queries per key"
     return f"{json.dumps(_shown(config), sort_keys=True)} heads {heads}{shared}, {form}; {machine}; {versions}"
