@@ -198,3 +198,20 @@ def test_efficient_attention_rows_sum_to_one():
         assert (attn(q, k, ones, is_causal=is_causal) - 1).abs().max() < 1e-12
     want = torch.softmax(q, -1) @ (torch.softmax(k, -2).mT @ q)
     assert (attn(q, k, q) - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("performer", {"num_features": 16, "features": "sderf", "seed": 0}), ("taylor", {"degree": 2, "hermite": True})],
+)
+def test_states_of_other_scales_are_not_merged(name, options):
+    """Samples around 0 have equal means, whatever their scale."""
+    x, (k, v) = torch.tensor([[1.0, 2.0, 3.0, 4.0], [-1.0, -2.0, -3.0, -4.0]])[None, None], torch.randn(2, 1, 1, 5, 4)
+    states = []
+    for scale in (1.0, 1.0, 3.0):
+        attn = sq.create(name, 4, 1, 1, **options)
+        attn.calibrate(scale * x, scale * x)
+        states.append(attn.absorb(k, v))
+    sq.merge(*states[:2])
+    with pytest.raises(ValueError, match="the states come from different features"):
+        sq.merge(*states[1:])

@@ -357,3 +357,13 @@ def test_as_many_labels_as_tokens_are_no_tokens() -> None:
     model = BertForSequenceClassification(config)
     ((_, x, mask),) = outputs(model.eval(), padded_batches(1))
     assert x.shape == (3, 48) and mask is None
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_padding_of_torchs_modules_is_not_judged(batch_first):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=batch_first)
+    model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [4]])
+    x = torch.randn(3, 5, 8) if batch_first else torch.randn(5, 3, 8)
+    kind, out, mask = outputs(model, [{"src": x, "src_key_padding_mask": padding}])[0]
+    assert (kind, out.shape) == ("hidden", (3, 5, 8)) and torch.equal(mask, ~padding)

@@ -7,10 +7,10 @@ import inspect
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 import subquad as sq
-from subquad.hf.cache import StateCache, StateLayer
+from subquad.hf.cache import RollbackCache, StateCache, StateLayer
 from subquad.mechanisms import MECHANISMS
 
 NAMES = sq.list_mechanisms(causal=True, recurrent=True)
@@ -70,7 +70,7 @@ def test_reorder_repeat_select_and_reset(name):
     torch.testing.assert_close(following(layer, torch.tensor([0, 1])), plain)
 
 
-def test_crop_is_refused_before_anything_changes():
+def test_a_refused_crop_changes_nothing():
     cache = StateCache([DynamicLayer(), StateLayer()])
     k, v = torch.randn(2, 1, 2, 5, 8)
     cache.update(k, v, 0)
@@ -79,6 +79,41 @@ def test_crop_is_refused_before_anything_changes():
         cache.crop(-2)
     assert cache.layers[0].get_seq_length() == 5
     assert not cache.is_croppable
+
+
+def test_a_layer_that_cannot_go_back_so_far_leaves_the_others_as_they_were():
+    config = sq.hf.SubquadConfig(layers=2, heads=2, dim=8, vocab=7, mechanism=["softmax", "linear"], seed=0)
+    model, ids = sq.hf.SubquadForCausalLM(config).eval(), torch.randint(0, 7, (1, 20))
+    cache = StateCache(2)
+    cache.activate_past_recording(4)
+    model(ids, past_key_values=cache)
+    states = [layer.state for layer in cache.layers]
+    with pytest.raises(ValueError, match=r"crop\(10\): the state has 20 tokens and can go back to 16"):
+        cache.crop(-10)
+    assert all(layer.state is state for layer, state in zip(cache.layers, states, strict=True))
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+    cache.crop(-4)
+    assert (cache.get_seq_length(), cache.model_state.length.tolist()) == (16, [16])
+
+
+def test_so_does_a_layer_of_another_kind_in_the_cache_of_a_converted_model():
+    class Convolution(CacheLayerMixin):
+        """As transformers': what it keeps stands in a dict."""
+
+        update = lazy_initialization = get_mask_sizes = get_seq_length = get_max_cache_shape = get_max_length = None
+
+        def crop(self, tokens_to_remove: int) -> None:
+            self.kept[0] = self.kept[0][:tokens_to_remove]
+
+    kept, last, (k, v) = Convolution(), StateLayer(), torch.randn(2, 1, 2, 5, 8)
+    kept.kept = {0: "abcde"}
+    cache = RollbackCache(tokens=4)
+    cache.layers = [kept, DynamicLayer(), last]
+    for index in (1, 2):
+        cache.update(k, v, index)
+    with pytest.raises(NotImplementedError, match="cannot be taken back"):
+        cache.crop(-2)
+    assert (kept.kept, cache.layers[1].keys.shape[2], last.length) == ({0: "abcde"}, 5, 5)
 
 
 @pytest.mark.parametrize("name", ["linear", "softmax"])

@@ -1,19 +1,21 @@
 """Distillation: losses fall, the student comes nearer to the teacher, a stopped run goes on exactly."""
 
 import copy
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 from transformers import BatchEncoding, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import subquad as sq
 from subquad.hf.distillation import distilling, losses
 from subquad.hf.distillation.distilling import distill
 from subquad.hf.distillation.losses import output_loss
-from subquad.hf.distillation.trainable import attention_tensors, trainable_buffers
+from subquad.hf.distillation.trainable import attention_tensors, loss_between, trainable_buffers
 
 SDERF = {
     "mechanism": "performer", "features": "sderf", "center": True, "antithetic": True, "num_features": 16,
@@ -263,6 +265,72 @@ def test_padding_of_what_tokenizers_give_does_not_count():
         for kind in (dict, BatchEncoding)
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
+def test_padding_of_torchs_modules_does_not_count(kind, named, batch_first):
+    """Masks that say what is padding, by name or by their place, also where batch and length are alike."""
+    layout = {"dim_feedforward": 8, "dropout": 0.0, "batch_first": batch_first}
+
+    def made():
+        if kind == "encoder":
+            return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, **layout), 1, enable_nested_tensor=False)
+        if kind == "decoder":
+            return nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, **layout), 1)
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, **layout), 1, enable_nested_tensor=False)
+        return nn.Transformer(8, 2, num_decoder_layers=1, custom_encoder=encoder, **layout)
+
+    teacher, student = made(), made()
+    padding = torch.tensor([[False, False, True, True], [False] * 4, [False] * 3 + [True], [False] * 4])
+    floats = torch.zeros(4, 4).masked_fill(padding, float("-inf"))
+    source = torch.randn(4, 4, 8)
+
+    def loss(x):
+        inputs = {"src": x} if kind == "encoder" else {"tgt": x, "memory" if kind == "decoder" else "src": source}
+        inputs = {name: y if batch_first else y.transpose(0, 1) for name, y in inputs.items()}
+        inputs |= {"src_key_padding_mask": padding} if kind == "encoder" else {"tgt_key_padding_mask": floats}
+        if kind == "both":  # whose padding is not that of the output
+            inputs["src_key_padding_mask"] = padding.flip(0)
+        if named:
+            return losses.model_loss(teacher, student, inputs, 0, losses.TeacherCache(), None)
+        places = tuple(inputs.get(name) for name in inspect.signature(teacher.forward).parameters)
+        last = max(index for index, one in enumerate(places) if one is not None)
+        return losses.model_loss(teacher, student, places[: last + 1], 0, losses.TeacherCache(), None)
+
+    x = torch.randn(4, 4, 8)
+    garbage = torch.where(padding[..., None], 9 * torch.randn(4, 4, 8), x)
+    torch.testing.assert_close(loss(x), loss(garbage))
+
+
+def test_losses_of_half_precision_models_are_not_rounded():
+    torch.manual_seed(0)
+    wanted = torch.randn(2, 300, 8)
+    for dtype in (torch.float16, torch.bfloat16):
+        exact, close = wanted.to(dtype), (wanted + 0.1 * torch.randn_like(wanted)).to(dtype)
+        for logits in (False, True):
+            loss = output_loss(close, exact, None, logits=logits)
+            assert loss.dtype == torch.float32
+            torch.testing.assert_close(loss, output_loss(close.float(), exact.float(), None, logits=logits))
+        heads, weight = (close.unsqueeze(1), exact.unsqueeze(1)), torch.randn(1, 8, 8).to(dtype)
+        with torch.autocast("cpu", dtype):
+            loss = loss_between(*heads, weight, None)
+        torch.testing.assert_close(loss, loss_between(*(x.float() for x in heads), weight.float(), None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models_learn_like_others(dtype):
+    """In their own precision steps would be lost, and Adam would divide by zero."""
+    found = []
+    for kind in (torch.float32, dtype):
+        teacher = bert().to(kind)
+        student = student_of(teacher, "hedgehog")
+        dtypes = {name: p.dtype for name, p in student.named_parameters()}
+        found.append(distill(teacher, student, batches(), steps=6, lora_steps=6, lora_rank=2, lora_lr=5e-3))
+        assert {name: p.dtype for name, p in student.named_parameters()} == dtypes
+    assert found[1].attention_losses == pytest.approx(found[0].attention_losses, rel=0.01)
+    assert found[1].model_losses == pytest.approx(found[0].model_losses, rel=0.02)
 
 
 def test_logits_are_known_by_the_vocabulary_of_the_text_model(monkeypatch):

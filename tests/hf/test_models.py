@@ -29,6 +29,7 @@ from subquad.hf import (
     SubquadForTokenClassification,
     SubquadModel,
 )
+from subquad.nn.pooling import pool
 
 TINY: dict[str, Any] = {"layers": 2, "heads": 2, "dim": 16, "mechanism": "performer", "seed": 0}
 VOCAB = 19
@@ -146,6 +147,22 @@ def test_losses_are_those_of_their_definitions():
     torch.testing.assert_close(out.loss, F.mse_loss(out.logits.squeeze(), torch.tensor([0.5, 2.0])))
 
 
+def test_nothing_is_predicted_across_segments():
+    model, ids = SubquadForCausalLM(config("decoder")).eval(), tokens(2, 9)
+    alone = model(ids, labels=ids).loss
+    packed, segments = ids.reshape(1, 18), torch.tensor([[0] * 9 + [1] * 9])
+    torch.testing.assert_close(model(packed, labels=packed, segment_ids=segments).loss, alone)
+    # Padding before, between and behind, whatever its segment is called.
+    for gap in (0, 1, 2):
+        blank = tokens(1, 3, seed=5)
+        padded = torch.cat([blank, ids[:1], blank, ids[1:], blank], 1)
+        segments = torch.tensor([[0] * 12 + [gap] * 3 + [1] * 12])
+        mask = torch.tensor([[0] * 3 + [1] * 9 + [0] * 3 + [1] * 9 + [0] * 3])
+        labels = padded.masked_fill(mask == 0, -100)
+        out = model(padded, attention_mask=mask, segment_ids=segments, labels=labels)
+        torch.testing.assert_close(out.loss, alone)
+
+
 def test_ctc_sums_over_all_alignments():
     torch.manual_seed(0)
     model = SubquadForCTC(frames(num_labels=3)).eval()
@@ -158,6 +175,18 @@ def test_ctc_sums_over_all_alignments():
         if collapsed == [1, 2]:
             total = total + probabilities[torch.arange(4), path].prod()
     torch.testing.assert_close(out.loss, -total.log() / 2)
+
+
+def test_ctc_leaves_padding_of_labels_out_wherever_it_stands():
+    model, x = SubquadForCTC(frames()).eval(), torch.randn(2, 9, 5)
+    rows = ([3, 4, -100], [-100, 3, 4], [3, -100, 4])
+    losses = [model(x, labels=torch.tensor([row, [1, 2, 5]])).loss for row in rows]
+    assert losses[0] == losses[1] == losses[2]
+    alone = torch.stack(
+        [model(x[:1], labels=torch.tensor([[3, 4]])).loss, model(x[1:], labels=torch.tensor([[1, 2, 5]])).loss]
+    )
+    torch.testing.assert_close(losses[0], alone.mean())
+    assert model(x, labels=torch.full((2, 3), -100)).loss.isfinite()
 
 
 @pytest.mark.parametrize("stack", [1, 3])
@@ -188,6 +217,13 @@ def test_pooling_sees_real_tokens_only(how):
             torch.testing.assert_close(
                 model(padded, attention_mask=torch.tensor(mask)).logits, alone, atol=1e-5, rtol=1e-5
             )
+
+
+def test_means_of_many_tokens_in_half_precision():
+    mask = torch.arange(20001) < 20000
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        pooled = pool(torch.full((1, 20001, 2), 8.0, dtype=dtype), mask[None], "mean")
+        assert torch.equal(pooled, torch.full((1, 2), 8.0, dtype=dtype))
 
 
 # -- training and compiling -----------------------------------------------------------------------------------------

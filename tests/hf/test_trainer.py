@@ -10,7 +10,14 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import subquad as sq
-from subquad.hf import RedrawCallback, SubquadConfig, SubquadForCausalLM, SubquadForCTC
+from subquad.hf import (
+    RedrawCallback,
+    SubquadConfig,
+    SubquadForCausalLM,
+    SubquadForCTC,
+    SubquadForSequenceClassification,
+    SubquadForTokenClassification,
+)
 
 
 def model(dropout: float = 0.1) -> SubquadForCausalLM:
@@ -51,16 +58,42 @@ def test_it_learns_with_gradient_checkpointing(tmp_path):
     assert ids.tolist() == [[3, 4, 5, 6, 0, 1, 2, 3]]
 
 
-def test_accumulated_steps_equal_one_large_batch(tmp_path):
-    results = []
-    for size, accumulated in ((8, 1), (2, 4)):
-        made = trainer(
-            tmp_path, model(0.0), 3, per_device_train_batch_size=size, gradient_accumulation_steps=accumulated
+def classes(kind: Any) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """A classifier of sequences or tokens; of tokens, each sequence has another number of labels."""
+    torch.manual_seed(0)
+    made = kind(SubquadConfig(kind="encoder", layers=1, heads=2, dim=16, vocab=7, mechanism="linear", num_labels=7))
+    rows = texts()
+    for number, row in enumerate(rows):
+        real = torch.arange(12) <= number % 12
+        row["labels"] = (
+            row["labels"].masked_fill(~real, -100) if kind is SubquadForTokenClassification else row["labels"][0]
         )
-        made.train()
-        results.append([p.detach().clone() for p in made.model.parameters()])
+    return made, rows
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: (model(0.0), texts()),
+        lambda: classes(SubquadForSequenceClassification),
+        lambda: classes(SubquadForTokenClassification),
+    ],
+    ids=["causal", "sequences", "tokens"],
+)
+def test_accumulated_steps_equal_one_large_batch(tmp_path, made):
+    results, losses = [], []
+    for size, accumulated in ((8, 1), (2, 4)):
+        trained, rows = made()
+        run = trainer(
+            *(tmp_path, trained, 3, rows), per_device_train_batch_size=size, gradient_accumulation_steps=accumulated,
+            optim="sgd", learning_rate=0.1, max_grad_norm=0.0,  # the size of gradients counts
+        )  # fmt: skip
+        run.train()
+        results.append([p.detach().clone() for p in trained.parameters()])
+        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     for large, small in zip(*results, strict=True):
-        torch.testing.assert_close(large, small, atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(large, small, atol=1e-5, rtol=1e-3)
 
 
 def test_redraws_on_schedule_and_resumes_exactly(tmp_path):

@@ -1,5 +1,7 @@
 """The attention layer against torch's own, grouped heads, cross attention, masks; the encoder-decoder."""
 
+import copy
+
 import pytest
 import torch
 
@@ -129,3 +131,17 @@ def test_linformer_projections_are_tied_over_layers():
     model = sq.nn.TransformerEncoder(3, 2, 16, choice)
     first, second, third = (m.projection for m in model.mechanisms())
     assert first.keys is second.keys is third.keys
+
+
+def test_padding_of_the_target_is_in_no_statistics(tokens):
+    centred = {"mechanism": "taylor", "degree": 1, "center": True}
+    model = sq.nn.EncoderDecoder(layers=1, heads=2, dim=16, vocab=19, mechanism=centred, source_vocab=19, seed=0)
+    mask, found = torch.tensor([[True] * 6 + [False] * 4, [True] * 10]), []
+    for seed in (1, 2):
+        again = copy.deepcopy(model)
+        target = torch.where(mask, tokens(2, 10), tokens(2, 10, seed=seed))
+        again.calibrate(tokens(2, 7), target, target_mask=mask)
+        found.append({name: x for name, x in again.state_dict().items() if "calibration" in name})
+    assert any("cross" in name for name in found[0])
+    for name, x in found[0].items():
+        assert torch.equal(x, found[1][name]), name

@@ -80,9 +80,19 @@ def test_continuing_from_states_and_streaming(decoder, tokens):
     model.train()
     steps = stream(model, ids, 7, temperature=0)
     first = next(steps)
-    assert torch.equal(first, want[:, 0]) and not model.training
-    assert torch.is_grad_enabled()  # a generator must not leak its own mode into the caller's code
+    assert torch.equal(first, want[:, 0])
+    # A generator must not leak its own modes into the caller's code.
+    assert torch.is_grad_enabled() and model.training
     assert torch.equal(torch.stack([first, *steps], 1), want) and model.training
+
+
+def test_streams_of_one_model_side_by_side(tokens):
+    model = sq.nn.TransformerDecoder(1, 2, 16, 19, "linear", dropout=0.5, seed=0)
+    ids = tokens(1, 6)
+    want = model.generate(ids, 9, temperature=0)
+    short, long = (stream(model, ids, n, temperature=0) for n in (3, 9))
+    got = [*(next(long) for _ in short), *long]
+    assert torch.equal(torch.stack(got, 1), want) and all(part.training for part in model.modules())
 
 
 def test_an_encoder_decoder_generates(tokens):
@@ -123,7 +133,8 @@ def test_bad_input(decoder, tokens):
 
 def test_extreme_sampling_input():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
-    assert sample(logits, temperature=1e-45).item() == 1
+    for temperature in (1e-45, 1e-46, 5e-324):
+        assert sample(logits, temperature=temperature).item() == 1
     with pytest.raises(ValueError, match="NaN"):
         sample(torch.full((1, 4), float("nan")), temperature=0)
 

@@ -61,6 +61,21 @@ def test_one_layer_and_gradients():
     assert (torch.cat([q, k, v]) - layer.self_attn.in_proj_weight.grad).abs().max() <= 1e-9
 
 
+def test_weights_are_not_rounded():
+    module = theirs(final=True)
+    for p in module.parameters():
+        nn.init.normal_(p)  # float64, which float32 does not have
+    ours = from_torch(module)
+    layer, block = module.layers[0], ours.blocks[0]
+    attention = block.attention
+    for mine, weight in (
+        (torch.cat([x.weight for x in (attention.q, attention.k, attention.v)]), layer.self_attn.in_proj_weight),
+        (block.feed.up.weight, layer.linear1.weight),
+        (ours.norm.bias, module.norm.bias),
+    ):
+        assert torch.equal(mine, weight)
+
+
 def test_other_mechanisms_on_the_same_weights(each_mechanism):
     module = theirs(batch_first=True)
     ours = from_torch(module, each_mechanism, seed=0)

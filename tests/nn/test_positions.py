@@ -44,7 +44,8 @@ def test_padding_takes_no_position():
     got = token_positions(5, mask, mask.device)
     assert got[0, mask[0]].tolist() == [0, 1, 2] and got[1, mask[1]].tolist() == [0, 1, 2]
     later = token_positions(5, mask, mask.device, torch.tensor([10, 20]))
-    assert torch.equal(later, got + torch.tensor([[10], [20]]))
+    assert torch.equal(later[mask], (got + torch.tensor([[10], [20]]))[mask])
+    assert later[0, 0] == 9 and later[1, 3:].tolist() == [22, 22]  # of the real token before
     assert token_positions(3, None, mask.device).tolist() == [0, 1, 2]
 
 
@@ -56,6 +57,19 @@ def test_learned_positions_are_looked_up():
     assert torch.equal(layer(x, own), x + layer.weight[own])
     with pytest.raises(ValueError, match="reaches 8 positions, but only max_length=6"):
         layer(x, own + 2)
+
+
+def test_padding_after_a_full_sequence_reaches_no_further_position():
+    model = sq.nn.TransformerDecoder(1, 2, 8, 5, "linear", positions="learned", max_length=6, seed=0)
+    ids, mask = (
+        torch.tensor([[1, 2, 3, 4, 0, 1], [0, 0, 0, 0, 3, 4]]),
+        torch.tensor([[True] * 6, [False] * 4 + [True] * 2]),
+    )
+    _, states = model.scan(ids, key_mask=mask)
+    got, states = model.scan(torch.tensor([[1], [2]]), states, key_mask=torch.tensor([[False], [True]]))
+    torch.testing.assert_close(got[1, 0], model(torch.tensor([[3, 4, 2]]))[0, 2])
+    with pytest.raises(ValueError, match="reaches 7 positions"):
+        model.scan(torch.tensor([[1], [2]]), states)
 
 
 def test_learned_positions_begin_as_large_as_the_embedding():

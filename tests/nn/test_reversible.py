@@ -55,6 +55,49 @@ def test_dropout_does_something_and_leaves_the_generator_where_the_forward_left_
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("which", ["the block's in evaluation mode", "one inside an attention layer"])
+def test_dropout_wherever_it_is_drops_the_same_in_the_backward(which, monkeypatch, tokens):
+    model = sq.nn.TransformerDecoder(
+        layers=2, heads=2, dim=16, vocab=19, mechanism="linear", reversible=True,
+        dropout=0.5 if which.startswith("the block's") else 0.0,
+    )  # fmt: skip
+    if which.startswith("the block's"):  # Monte Carlo dropout
+        model.eval()
+        for part in model.modules():
+            part.training = isinstance(part, torch.nn.Dropout)
+    else:
+        for attention in model.attentions():
+            attention.dropout.p = 0.5
+
+    def run():
+        return model(tokens(2, 6)).square().mean()
+
+    got = gradients(model, run)
+    plainly(monkeypatch)
+    assert_same(got, gradients(model, run), 1e-6)
+
+
+@pytest.mark.parametrize("how", ["reversible", "checkpointed"])
+def test_the_mode_of_the_forward_counts(how, monkeypatch, tokens):
+    model = sq.nn.TransformerDecoder(
+        layers=2, heads=2, dim=16, vocab=19, mechanism="linear", reversible=how == "reversible", dropout=0.5
+    )
+    model.checkpoint_activations(how == "checkpointed")
+
+    def run():
+        model.train()
+        loss = model(tokens(2, 6)).square().mean()
+        model.blocks[1].eval()
+        model.blocks[0].feed.eval()
+        return loss
+
+    got = gradients(model, run)
+    assert model.training and not any(part.training for part in model.blocks[1].modules())  # as before the backward
+    plainly(monkeypatch)
+    model.checkpoint_activations(False)
+    assert_same(got, gradients(model, run), 1e-6)
+
+
 def test_an_encoder_decoder_is_reversible_too(monkeypatch, tokens):
     model = sq.nn.EncoderDecoder(layers=2, heads=2, dim=16, vocab=19, mechanism="linear", reversible=True).double()
     source = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)

@@ -188,3 +188,20 @@ def test_an_object_is_accepted_and_copied_per_layer(decoder, tokens):
     hybrids = decoder({"mechanism": "hybrid", "far": far}).mechanisms()
     assert hybrids[0].far is far and hybrids[1].far is not far
     assert model(tokens(1, 5)).shape == (1, 5, 19)
+
+
+def test_a_state_moved_to_half_precision_keeps_its_sums_and_numbers(decoder, tokens):
+    k = torch.randn(1, 1, 70000, 8) + 1
+    state = sq.create("linear", 8).absorb(k, k)
+    moved = state.to(torch.float16)
+    assert torch.equal(moved.weighted, state.weighted) and torch.equal(moved.count, state.count)
+    model, ids = decoder(["linear", "softmax"], dtype=torch.float32), tokens(1, 12)
+    _, states = model.scan(torch.cat([ids] * 200, 1))
+    moved = states.to("cpu", torch.bfloat16)
+    assert torch.equal(moved.length, states.length) and moved.start.dtype == torch.int64
+    assert torch.equal(moved.layers[0].weighted, states.layers[0].weighted)
+    assert moved.layers[1].k.dtype == torch.bfloat16 and moved.layers[1].mask.dtype == torch.bool  # tokens as they came
+    model.to(torch.bfloat16)
+    assert model.scan(ids, moved)[0].isfinite().all()
+    constant = sq.create("multipole", 8, memory="constant").absorb(k[:, :, :900], k[:, :, :900])
+    assert constant.to(torch.float16).mean.dtype == torch.float32

@@ -10,6 +10,7 @@ would let earlier tokens see later ones.
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from typing import Any
 
@@ -114,8 +115,9 @@ class Calibration(Float32Buffers):
         # Read when the data changes: afterwards no call has to wait for a device, and a compiled graph need not look.
         self._known_ready = not self.counts.is_meta and bool((self.counts > 0).all())
         if self._known_ready:
-            held = torch.cat([self.query_mean.flatten(), self.key_mean.flatten()]).detach().cpu()
-            self._checksum = zlib.crc32(bytes(held.view(torch.uint8).tolist()))
+            sides = (self.query_mean, self.key_mean, self.query_cov, self.key_cov)
+            held = torch.cat([x.detach().flatten() for x in sides]).cpu()
+            self._checksum = zlib.crc32(ctypes.string_at(held.data_ptr(), held.nbytes))
 
     @property
     def fingerprint(self) -> str:

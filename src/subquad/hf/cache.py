@@ -8,7 +8,8 @@ running maximum, a window with a count, both), and masks, positions and prompts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -167,18 +168,8 @@ class StateLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: crop(-3) three of them, crop(100) all after the first hundred."""
-        self.check_crop(tokens_to_remove)
-        left = self._left(tokens_to_remove)
-        if left < self.length:
-            self.state, self.length = self.state.crop(left), left
-
-    def _left(self, tokens_to_remove: int) -> int:
-        """How many tokens a crop leaves. The first versions of transformers 5 name their number."""
-        return self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
-
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse a crop that the state cannot do, before anything changes."""
-        left = self._left(tokens_to_remove)
+        # The first versions of transformers 5 name the number of tokens that are left.
+        left = self.length + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, self.length)
         if left < 0:
             raise ValueError(f"crop({tokens_to_remove}): the layer has {self.length} tokens")
         if left < self.length and not self.is_croppable:
@@ -187,6 +178,8 @@ class StateLayer(CacheLayerMixin):
                 "be taken back. Keep checkpoints: call activate_past_recording() of a subquad.hf.StateCache before "
                 "they are scanned; converted models take past_key_values=subquad.hf.RollbackCache(config=model.config)"
             )
+        if left < self.length:
+            self.state, self.length = self.state.crop(left), left
 
     # -- devices ----------------------------------------------------------------------------------------------------
 
@@ -197,6 +190,19 @@ class StateLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Move the state back to where it was made."""
         self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+@contextmanager
+def _all_or_none(layers: Sequence[Any]) -> Iterator[None]:
+    """Inside, layers are cropped one after the other; where one refuses, all have again what they had."""
+    # References: states and keys are replaced and never written to. transformers' convolutions keep theirs in a dict.
+    before = [{name: dict(x) if isinstance(x, dict) else x for name, x in vars(layer).items()} for layer in layers]
+    try:
+        yield
+    except BaseException:
+        for layer, had in zip(layers, before, strict=True):
+            vars(layer).update(had)
+        raise
 
 
 class RollbackCache(DynamicCache):
@@ -211,6 +217,11 @@ class RollbackCache(DynamicCache):
         super().__init__(*args, **kwargs)
         checks.check_positive("tokens", tokens)
         self.rollback = tokens
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back; where a layer refuses, nothing has changed."""
+        with _all_or_none(self.layers):
+            super().crop(tokens_to_remove)
 
 
 class StateCache(Cache):
@@ -333,13 +344,11 @@ class StateCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: crop(-3) three of them, crop(100) all after the first hundred.
 
-        They must be real ones, as generated tokens are. Refused before anything changes if a layer cannot.
+        They must be real ones, as generated tokens are. Where a layer refuses, nothing has changed.
         """
         before = self.get_seq_length()
-        for layer in self.layers:
-            if isinstance(layer, StateLayer):
-                layer.check_crop(tokens_to_remove)
-        super().crop(tokens_to_remove)
+        with _all_or_none(self.layers):
+            super().crop(tokens_to_remove)
         if self._rest is not None:
             self._rest = replace(self._rest, length=self._rest.length - (before - self.get_seq_length()))
 

@@ -114,8 +114,8 @@ class Block(nn.Module):
 
     def _read(self, x: Tensor, call: BlockInputs) -> Tensor:
         assert self.cross is not None
-        # Not the query mask: a query of a mechanism that reads a memory depends on no other query.
-        out: Tensor = self.cross(x, call.memory, key_mask=call.memory_mask)
+        # No query depends on another one, but the statistics of `calibrate` are of real ones.
+        out: Tensor = self.cross(x, call.memory, key_mask=call.memory_mask, query_mask=call.key_mask)
         return out
 
     def branches(self, call: BlockInputs) -> list[Branch]:

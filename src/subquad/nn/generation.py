@@ -54,7 +54,7 @@ def sample(
         raise ValueError(
             "the largest logit of a row is infinite: every token is forbidden there, or the model overflowed"
         )
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:  # 0 to what divides by it
         return logits.argmax(-1)
     # Relative to the largest first: a tiny temperature then gives -inf and 0, never inf - inf.
     scores = logits.float()
@@ -165,25 +165,25 @@ def _steps(
     begin: Callable[[], Any] | None,
     prefill_size: int | None,
 ) -> Iterator[Tensor]:
-    with evaluation_mode(model):
-        # Around each piece of work and not around the yields: the caller's own code keeps its gradients.
+    parts = list(model.modules())
+    # Around each piece of work and not around the yields: the caller's own code keeps its gradients and its dropout.
+    with evaluation_mode(parts), torch.no_grad():
+        if begin is not None:
+            states = begin()
+        logits, states = _prefill(model, tokens, states, key_mask, prefill_size)
+    finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    for step in range(max_new_tokens):
         with torch.no_grad():
-            if begin is not None:
-                states = begin()
-            logits, states = _prefill(model, tokens, states, key_mask, prefill_size)
-        finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        for step in range(max_new_tokens):
-            with torch.no_grad():
-                chosen = sample(logits, **sampling)
-                if end_token is not None:
-                    chosen = chosen.masked_fill(finished, end_token)
-                    finished = finished | (chosen == end_token)
-            yield chosen
-            if step + 1 == max_new_tokens or (end_token is not None and bool(finished.all())):
-                return
-            with torch.no_grad():
-                last, states = model.scan(chosen.unsqueeze(1), states, last_only=True)
-                logits = last[:, -1]
+            chosen = sample(logits, **sampling)
+            if end_token is not None:
+                chosen = chosen.masked_fill(finished, end_token)
+                finished = finished | (chosen == end_token)
+        yield chosen
+        if step + 1 == max_new_tokens or (end_token is not None and bool(finished.all())):
+            return
+        with evaluation_mode(parts), torch.no_grad():
+            last, states = model.scan(chosen.unsqueeze(1), states, last_only=True)
+            logits = last[:, -1]
 
 
 _OPTIONS = tuple(
@@ -202,7 +202,7 @@ def generate(model: Any, tokens: Tensor, max_new_tokens: int, **options: Any) ->
     begin:        a function that makes the first states instead; called in evaluation mode, without gradients
     prefill_size: the prompt is consumed in pieces of so many tokens, in memory that does not grow; None = at once
 
-    Meanwhile the model is in evaluation mode; afterwards it is in the mode that it had.
+    Meanwhile the model is in evaluation mode; afterwards, and for `stream` between the steps, in the mode that it had.
 
     >>> import subquad as sq
     >>> model = sq.nn.TransformerDecoder(layers=1, heads=2, dim=8, vocab=5, mechanism="linear")

@@ -117,6 +117,8 @@ def from_torch(
         raise ValueError(f"the options {fixed} follow from the module given and cannot be chosen; leave them out")
     described = {"dropout": first.dropout1.p, **described, **options}
     made = TransformerEncoder(len(layers), attention.num_heads, attention.embed_dim, mechanism, **described)
+    # Before the weights come in: the default dtype may be too narrow for them.
+    made.to(device=first.linear1.weight.device, dtype=first.linear1.weight.dtype)
     for block, layer in zip(made.blocks, layers, strict=True):
         own: Any = block
         weights = layer.self_attn.in_proj_weight.chunk(3)
@@ -136,8 +138,7 @@ def from_torch(
             _copy(target, source.weight, source.bias)
     if final is not None:
         _copy(made.norm, final.weight, final.bias)
-    example = first.linear1.weight
-    return made.to(device=example.device, dtype=example.dtype).train(module.training)
+    return made.train(module.training)
 
 
 class TorchEncoderCall(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -11,8 +11,10 @@ __all__ = ["evaluation_mode"]
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """Inside, no dropout; afterwards each module is in the mode that it had, also a frozen block in a training model.
+
+    model: or all its modules, where they are not to be looked for each time
 
     >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
     >>> with evaluation_mode(model):
@@ -21,8 +23,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     >>> [part.training for part in model]
     [True, False]
     """
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    modules = model.modules() if isinstance(model, nn.Module) else model
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:

@@ -37,14 +37,15 @@ SequenceStart = Callable[[Tensor, Tensor | None], Tensor]
 
 def token_positions(length: int, key_mask: Tensor | None, device: torch.device, start: Tensor | None = None) -> Tensor:
     """Positions (L,), or (B, L) where sequences differ: the number of real tokens before each, from `start` (B,) on.
+    Padding is given that of the real token before it: none that no real token has.
 
     >>> token_positions(3, torch.tensor([[False, True, True], [True, True, False]]), torch.device("cpu")).tolist()
     [[0, 0, 1], [0, 1, 1]]
     """
-    positions = torch.arange(length, device=device)
-    if key_mask is not None:
-        positions = (key_mask.cumsum(-1) - 1).clamp(min=0)
-    return positions if start is None else start[:, None] + positions
+    positions = torch.arange(length, device=device) if key_mask is None else key_mask.cumsum(-1) - 1
+    if start is not None:
+        positions = start[:, None] + positions
+    return positions if key_mask is None else positions.clamp(min=0)
 
 
 def checked_start(start: object, batch: int, device: torch.device) -> Tensor | None:

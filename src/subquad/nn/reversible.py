@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..kernels.checkpointing import tracing
@@ -62,7 +63,8 @@ def _steps(blocks: Sequence[Block], call: BlockInputs) -> Steps:
 
 
 def _draws(block: Block) -> bool:
-    return block.training and block.dropout.p > 0
+    # Each module has a mode of its own, and adapters put dropout anywhere.
+    return any(isinstance(part, _DropoutNd) and part.training and part.p > 0 for part in block.modules())
 
 
 class _ReversibleStack(torch.autograd.Function):
@@ -89,35 +91,39 @@ class _ReversibleStack(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        a, b, memory = ctx.saved_tensors
-        parameters = ctx.parameters
-        ctx.unchanged.check()
-        if memory is not None:
-            memory = memory.detach().requires_grad_(ctx.needs_input_grad[3])
-        totals: list[Tensor | None] = [None] * len(parameters)
-        place = {id(parameter): index for index, parameter in enumerate(parameters)}
-        memory_grad: Tensor | None = None
-        grad_a = grad_b = grad / 2
-        steps = _steps(ctx.blocks, replace(ctx.call, memory=memory))
-        for (block, branch), randomness in zip(reversed(steps), reversed(ctx.randomness), strict=True):
-            own = [p for module in branch.modules for p in module.parameters() if p.requires_grad]
-            leaf = a.detach().requires_grad_()
-            with (
-                torch.enable_grad(),
-                ctx.autocast.again(),
-                nullcontext() if randomness is None else randomness.again(),
-            ):
-                delta = block.delta(branch, leaf)
-            wanted = [leaf, *own, *([memory] if memory is not None and memory.requires_grad else [])]
-            grads = torch.autograd.grad(delta, wanted, grad_b.to(delta.dtype), allow_unused=True)
-            for parameter, part in zip(own, grads[1 : 1 + len(own)], strict=True):
-                index = place[id(parameter)]
-                totals[index] = _added(totals[index], part)
-            if len(grads) > 1 + len(own):
-                memory_grad = _added(memory_grad, grads[-1])
-            a, b = b - delta.detach(), a
-            grad_a, grad_b = grad_b, grad_a if grads[0] is None else grad_a + grads[0]
-        return None, None, grad_a + grad_b, memory_grad, *totals
+        with ctx.unchanged.again():
+            return _gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    a, b, memory = ctx.saved_tensors
+    parameters = ctx.parameters
+    if memory is not None:
+        memory = memory.detach().requires_grad_(ctx.needs_input_grad[3])
+    totals: list[Tensor | None] = [None] * len(parameters)
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+    memory_grad: Tensor | None = None
+    grad_a = grad_b = grad / 2
+    steps = _steps(ctx.blocks, replace(ctx.call, memory=memory))
+    for (block, branch), randomness in zip(reversed(steps), reversed(ctx.randomness), strict=True):
+        own = [p for module in branch.modules for p in module.parameters() if p.requires_grad]
+        leaf = a.detach().requires_grad_()
+        with (
+            torch.enable_grad(),
+            ctx.autocast.again(),
+            nullcontext() if randomness is None else randomness.again(),
+        ):
+            delta = block.delta(branch, leaf)
+        wanted = [leaf, *own, *([memory] if memory is not None and memory.requires_grad else [])]
+        grads = torch.autograd.grad(delta, wanted, grad_b.to(delta.dtype), allow_unused=True)
+        for parameter, part in zip(own, grads[1 : 1 + len(own)], strict=True):
+            index = place[id(parameter)]
+            totals[index] = _added(totals[index], part)
+        if len(grads) > 1 + len(own):
+            memory_grad = _added(memory_grad, grads[-1])
+        a, b = b - delta.detach(), a
+        grad_a, grad_b = grad_b, grad_a if grads[0] is None else grad_a + grads[0]
+    return None, None, grad_a + grad_b, memory_grad, *totals
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

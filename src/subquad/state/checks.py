@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -26,11 +25,27 @@ __all__ = [
 
 
 class Movable:
-    """What a state that is a pytree of tensors can do besides being continued."""
+    """What a state that is a pytree of tensors can do besides being continued.
 
-    def to(self, device: torch.device | str) -> Any:
-        """The same state on another device."""
-        return pytree.tree_map_only(Tensor, lambda x: x.to(device), self)
+    crops: whether it holds all tokens, as they came
+    """
+
+    crops: ClassVar[bool] = False
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The same state on another device, or in another dtype, with the arguments of `Tensor.to`. Integers stay what
+        they are, and floats at float32 or above where they are more than tokens: sums overflow in half precision."""
+
+        def moved(x: Any) -> Any:
+            if isinstance(x, Movable):
+                return x.to(*args, **kwargs)
+            if not isinstance(x, Tensor):
+                return x
+            asked = x.new_empty(0).to(*args, **kwargs)
+            dtype = asked.dtype if self.crops else compute_dtype(asked)
+            return x.to(asked.device, dtype if x.is_floating_point() else x.dtype, kwargs.get("non_blocking", False))
+
+        return pytree.tree_map(moved, self, is_leaf=lambda x: isinstance(x, Movable) and x is not self)
 
     def detach(self) -> Any:
         """The same state, cut off from the graph: truncated back-propagation through time."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import describe_shape
 from ..features.base import FeatureMap
-from ..features.precision import compute_dtype
-from .checks import check_same, register_state
+from .checks import Movable, check_same, register_state
 from .sums import Sums, masked
 
 __all__ = ["State", "Tokens", "take"]
@@ -39,7 +37,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class State:
+class State(Movable):
     """What attention remembers in constant memory. Make one with `mechanism.scan` or `mechanism.absorb`; immutable.
 
     count:  (B,) int64, real tokens so far; the rank of a token is how many real ones came before it
@@ -151,26 +149,6 @@ class State:
             window=self.window.followed_by(*later.window).take(newest),
             sinks=self.sinks.followed_by(*later.sinks).take(sinks),
         )
-
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> State:
-        parts: dict[str, Any] = {"count": change(self.count)}
-        for name in ("far", "window", "sinks"):
-            part = getattr(self, name)
-            parts[name] = None if part is None else type(part)(*(change(x) for x in part))
-        return replace(self, **parts)
-
-    def to(self, *args: Any, **kwargs: Any) -> State:
-        """The same state on another device; floats are kept at float32 or above."""
-
-        def moved(x: Tensor) -> Tensor:
-            y = x.to(*args, **kwargs)
-            return y.to(compute_dtype(y)) if x.is_floating_point() else y.to(x.dtype)
-
-        return self._changed(moved)
-
-    def detach(self) -> State:
-        """The same state, cut off from the graph: truncated back-propagation through time."""
-        return self._changed(Tensor.detach)
 
 
 register_state(State, static=("origin", "feature_map", "scale"))

@@ -24,7 +24,7 @@ from .layers import AttentionLayer, known_layers
 from .placement import device_of
 from .torch_modules import watched
 
-__all__ = ["LayerSample", "capture", "decodes_apart", "evaluating", "run", "select_layers", "token_mask", "watching"]
+__all__ = ["LayerSample", "by_sequence", "capture", "decodes_apart", "evaluating", "run", "select_layers", "watching"]
 
 
 @dataclass(frozen=True)
@@ -136,19 +136,38 @@ def decodes_apart(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def token_mask(batch: Any, x: Tensor, decodes: bool) -> Tensor | None:
-    """Which rows of a model's output x (B, L, width) are of real tokens, (B, L) bool; None: all, or no row is a token.
+def _real_tokens(model: nn.Module, batch: Any) -> Tensor | None:
+    """(B, L) bool: the mask of the sequence that the output of `model` belongs to, as the batch has it."""
+    names = inspect.signature(model.forward).parameters
+    if not isinstance(batch, Mapping):
+        batch = dict(zip(names, batch if isinstance(batch, (tuple, list)) else [batch], strict=False))
+    real = batch.get("decoder_attention_mask" if decodes_apart(model) else "attention_mask")
+    if isinstance(real, Tensor):
+        return real.bool()
+    # torch's modules have one of padding: True, or -inf.
+    own = ("tgt_key_padding_mask",) if "tgt_key_padding_mask" in names else ("src_key_padding_mask", "key_padding_mask")
+    padding = next((batch[name] for name in own if isinstance(batch.get(name), Tensor)), None)
+    return None if padding is None else padding == 0
 
-    decodes: see `decodes_apart`
 
-    >>> batch = {"attention_mask": torch.tensor([[1, 1, 0]])}
-    >>> token_mask(batch, torch.zeros(1, 3, 8), False), token_mask(batch, torch.zeros(1, 3), False)
-    (tensor([[ True,  True, False]]), None)
+def by_sequence(model: nn.Module, batch: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A model's output x (B, L, width), and which rows of it are of real tokens, (B, L) bool; None: all, or no row is a
+    token. Where torch's modules give x (L, B, width) and there is a mask, x is turned.
+
+    >>> model, padding = nn.TransformerEncoderLayer(8, 2), torch.tensor([[False, False, True]])
+    >>> x, mask = by_sequence(model, {"src_key_padding_mask": padding}, torch.zeros(3, 1, 8))
+    >>> x.shape, mask
+    (torch.Size([1, 3, 8]), tensor([[ True,  True, False]]))
     """
-    mask = batch.get("decoder_attention_mask" if decodes else "attention_mask") if isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or x.dim() != 3 or mask.shape != x.shape[:2]:
-        return None
-    return mask.bool()
+    real = _real_tokens(model, batch)
+    if real is None or x.dim() != 3:
+        return x, None
+    # The shapes decide, and where they are alike what the attention modules say.
+    batch_first = all(part.batch_first for part in model.modules() if isinstance(part, nn.MultiheadAttention))
+    for y in (x, x.transpose(0, 1)) if batch_first else (x.transpose(0, 1), x):
+        if y.shape[:2] == real.shape:
+            return y, real.to(y.device)
+    return x, None
 
 
 class _Watch:

@@ -36,7 +36,7 @@ from ..conversion.output_projections import projection_names
 from .checkpoint import STUDENT, Checkpoint, Stage
 from .losses import attention_loss, model_loss
 from .teacher_cache import TeacherCache
-from .trainable import attention_tensors, bounded, gradients_off, learns, trainable_buffers
+from .trainable import attention_tensors, bounded, gradients_off, learning, learns, trainable_buffers
 
 __all__ = ["DistillationReport", "distill"]
 
@@ -289,46 +289,42 @@ def _train(
     before: int,
     loss_of: Callable[[int], Tensor],
 ) -> None:
-    for parameter in tensors.values():
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.Adam(tensors.values(), lr=stage.lr)
-    start = keeper.begin(stage, tensors, optimizer)
-    if start >= stage.steps:
-        return  # a former run has done this stage, and its result was just put back
-    try:
-        for step in range(start, stage.steps):
-            if clock.over():
-                break
-            for group in optimizer.param_groups:
-                group["lr"] = stage.lr * _rate(step, stage.steps, clock.share)
-            with torch.enable_grad():
-                loss = loss_of(step)
-                # Inputs that fit into an exact window leave nothing to learn from.
-                gradients: Sequence[Tensor | None] = [None] * len(tensors)
-                if loss.requires_grad:
-                    gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-            norm = math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
-            if not (math.isfinite(norm) and math.isfinite(float(loss.detach()))):
-                raise FloatingPointError(
-                    f"the {stage.name} loss or its gradient is not finite at step {step}; lower the learning rate "
-                    f"({stage.lr:g})"
-                )
-            for parameter, gradient in zip(tensors.values(), gradients, strict=True):
-                parameter.grad = None if gradient is None else gradient * min(1.0, 1.0 / max(norm, 1e-12))
-            optimizer.step()
-            optimizer.zero_grad()
-            bounded(tensors)
-            keeper.losses[stage.name].append(float(loss.detach()))
-            keeper.step(stage, step + 1, tensors, optimizer)
-            if progress is not None:
-                progress(f"{stage.name} loss {float(loss.detach()):.5f}", before + step + 1, total)
-    except KeyboardInterrupt:
-        keeper.save(stage, tensors, optimizer)
-        raise
-    finally:
-        for parameter in tensors.values():
-            parameter.requires_grad_(False)
-    if clock.stopped:
-        keeper.save(stage, tensors, optimizer)
-    else:
-        keeper.finish(stage, tensors, optimizer)
+    with learning(tensors.values()):
+        optimizer = torch.optim.Adam(tensors.values(), lr=stage.lr)
+        start = keeper.begin(stage, tensors, optimizer)
+        if start >= stage.steps:
+            return  # a former run has done this stage, and its result was just put back
+        try:
+            for step in range(start, stage.steps):
+                if clock.over():
+                    break
+                for group in optimizer.param_groups:
+                    group["lr"] = stage.lr * _rate(step, stage.steps, clock.share)
+                with torch.enable_grad():
+                    loss = loss_of(step)
+                    # Inputs that fit into an exact window leave nothing to learn from.
+                    gradients: Sequence[Tensor | None] = [None] * len(tensors)
+                    if loss.requires_grad:
+                        gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+                norm = math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
+                if not (math.isfinite(norm) and math.isfinite(float(loss.detach()))):
+                    raise FloatingPointError(
+                        f"the {stage.name} loss or its gradient is not finite at step {step}; lower the learning rate "
+                        f"({stage.lr:g})"
+                    )
+                for parameter, gradient in zip(tensors.values(), gradients, strict=True):
+                    parameter.grad = None if gradient is None else gradient * min(1.0, 1.0 / max(norm, 1e-12))
+                optimizer.step()
+                optimizer.zero_grad()
+                bounded(tensors)
+                keeper.losses[stage.name].append(float(loss.detach()))
+                keeper.step(stage, step + 1, tensors, optimizer)
+                if progress is not None:
+                    progress(f"{stage.name} loss {float(loss.detach()):.5f}", before + step + 1, total)
+        except KeyboardInterrupt:
+            keeper.save(stage, tensors, optimizer)
+            raise
+        if clock.stopped:
+            keeper.save(stage, tensors, optimizer)
+        else:
+            keeper.finish(stage, tensors, optimizer)

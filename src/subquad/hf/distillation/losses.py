@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...features.precision import full_precision, widened
 from ...mechanisms.softmax import Softmax
 from ...nn.pooling import pool
-from ..conversion.capturing import capture, decodes_apart, run, token_mask
+from ..conversion.capturing import by_sequence, capture, run
 from ..conversion.interface import mechanism_of
 from ..conversion.layers import known_layers
 from ..conversion.output_projections import output_weight
@@ -28,7 +29,9 @@ def _lesson(teacher: nn.Module, indices: Sequence[int], batch: Any) -> list[tupl
     """What the teacher's layers see and give: (layer, call, exact output, calls of that layer)."""
     found = []
     for sample in capture(teacher, [batch], layers=indices):
-        for q, k, v, mask in sample.calls():
+        for *tensors, mask in sample.calls():
+            # What a half-precision model learns from is not rounded again.
+            q, k, v = map(widened, tensors)
             call = sample.arguments(mask)
             with torch.no_grad():
                 wanted = Softmax(q.shape[-1])(q, k, v, **call)
@@ -69,17 +72,18 @@ def _outputs(model: nn.Module, batch: Any) -> Tensor:
 
 def output_loss(student: Tensor, teacher: Tensor, mask: Tensor | None, *, logits: bool) -> Tensor:
     """KL(teacher || student) of logits, mean over real tokens; for hidden states the relative squared error, and that
-    of their mean over the sequence, which is what sentence encoders use."""
+    of their mean over the sequence, which is what sentence encoders use. In float32 or wider."""
+    student, teacher = widened(student), widened(teacher)
     real = None if mask is None else mask.bool()
-    if logits:
-        loss = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-        return loss.mean() if real is None else loss[real].mean()
-    if real is None:
-        return (student - teacher).square().sum() / teacher.square().sum()
-    weight = real.unsqueeze(-1).to(student.dtype)
-    tokens = ((student - teacher) * weight).square().sum() / (teacher * weight).square().sum()
-    pooled, wanted = (pool(x, real, "mean") for x in (student, teacher))
-    return tokens + (pooled - wanted).square().sum() / wanted.square().sum()
+    with full_precision(student):
+        if logits:
+            loss = F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+            return loss.mean() if real is None else loss[real].mean()
+        if real is None:
+            return (student - teacher).square().sum() / teacher.square().sum()
+        tokens = (student - teacher)[real].square().sum() / teacher[real].square().sum()
+        pooled, wanted = (pool(x, real, "mean") for x in (student, teacher))
+        return tokens + (pooled - wanted).square().sum() / wanted.square().sum()
 
 
 def model_loss(
@@ -96,7 +100,7 @@ def model_loss(
     found = _outputs(student, batch)
     if extra is not None:
         return extra(found, wanted, batch)
-    mask = token_mask(batch, wanted, decodes_apart(teacher))
+    (found, _), (wanted, mask) = (by_sequence(teacher, batch, x) for x in (found, wanted))
     config: Any = getattr(teacher, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return output_loss(found, wanted, mask, logits=wanted.shape[-1] == getattr(text, "vocab_size", None))

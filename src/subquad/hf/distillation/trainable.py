@@ -11,7 +11,7 @@ what was learned is saved and loaded like any calibration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from ...features.calibration import Calibration
 from ...features.polynomial import PolynomialFeatures
+from ...features.precision import full_precision, widened
 from ...features.random import ExponentialFeatures, RandomFeatures
 from ..conversion.interface import mechanism_of
 
-__all__ = ["attention_tensors", "bounded", "gradients_off", "learns", "loss_between", "trainable_buffers"]
+__all__ = ["attention_tensors", "bounded", "gradients_off", "learning", "learns", "loss_between", "trainable_buffers"]
 
 
 def _wanted(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -73,6 +74,22 @@ def trainable_buffers(model: nn.Module) -> Iterator[None]:
                 owner.refresh()
 
 
+@contextmanager
+def learning(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, these want gradients, in float32 or wider: steps and Adam's moments would be lost in half precision.
+    Afterwards they are frozen, in the dtype that they had."""
+    before = [(parameter, parameter.dtype) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.data = widened(parameter.data)
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, dtype in before:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+
+
 def attention_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of all mechanisms in `model`, by their full names."""
     found: dict[str, nn.Parameter] = {}
@@ -101,12 +118,15 @@ def gradients_off(model: nn.Module) -> dict[str, bool]:
 
 
 def loss_between(out: Tensor, exact: Tensor, weight: Tensor | None, mask: Tensor | None) -> Tensor:
-    """|W (out - exact)|^2 / |W exact|^2 over real queries: out, exact (B, H, L, E), weight (H, out, E), mask (B, L)."""
-    difference, size = out - exact, exact
+    """|W (out - exact)|^2 / |W exact|^2 over real queries: out, exact (B, H, L, E), weight (H, out, E), mask (B, L).
+    In float32 or wider."""
+    out, size = widened(out), widened(exact)
+    difference = out - size
     if mask is not None:
         real = mask[:, None, :, None]
         difference, size = difference * real, size * real
-    if weight is not None:
-        difference = torch.einsum("bhle,hoe->blo", difference, weight.to(difference.dtype))
-        size = torch.einsum("bhle,hoe->blo", size, weight.to(size.dtype))
-    return difference.square().sum() / size.square().sum().clamp(min=torch.finfo(size.dtype).tiny)
+    with full_precision(out):
+        if weight is not None:
+            difference = torch.einsum("bhle,hoe->blo", difference, weight.to(difference.dtype))
+            size = torch.einsum("bhle,hoe->blo", size, weight.to(size.dtype))
+        return difference.square().sum() / size.square().sum().clamp(min=torch.finfo(size.dtype).tiny)

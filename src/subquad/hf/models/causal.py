@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -31,6 +32,14 @@ def _check_prompt(prompt: Any, mask: Any) -> None:
             "attention_mask hides the last token of at least one prompt, so the next one would follow padding; pad on "
             "the left, with tokenizer.padding_side = 'left'"
         )
+
+
+def _within_segments(labels: Tensor, segment_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Labels (B, L) without those of tokens that do not follow a real token of the same segment."""
+    follows = segment_ids[:, 1:] == segment_ids[:, :-1]
+    if mask is not None:
+        follows = follows & mask[:, :-1].bool()
+    return labels.masked_fill(~F.pad(follows, (1, 0)).to(labels.device), -100)
 
 
 class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
@@ -79,7 +88,9 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     ) -> Any:
         """input_ids (B, L) or inputs_embeds (B, L, dim) -> logits (B, L, vocab); see `SubquadModel` for the others.
 
-        labels:         (B, L) ids, as input_ids: they are shifted here; -100 = no loss
+        labels:         (B, L) ids, as input_ids: they are shifted here; -100 = no loss. With segment_ids nothing is
+                        predicted across segments: the first label of each does not count. (Trainer's number of
+                        targets has them in it unless they are -100.)
         logits_to_keep: only the last so many logits (0 = all), or those at these places
         """
         out = self.model(
@@ -99,6 +110,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         logits = self.model.stack.logits(hidden)
         loss = None
         if labels is not None:
+            if segment_ids is not None:
+                labels = _within_segments(labels, segment_ids, attention_mask)
             loss = self.loss_function(
                 logits, labels, vocab_size=self.config.vocab, num_items_in_batch=rest.get("num_items_in_batch")
             )

@@ -104,6 +104,9 @@ class SubquadForSequenceClassification(_Classifier):
     torch.Size([2, 3])
     """
 
+    # The loss is a mean over sequences: Trainer must divide it by the number of batches that it accumulates.
+    accepts_loss_kwargs = False
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -167,7 +170,7 @@ class SubquadForTokenClassification(_Classifier):
         logits = self.classifier(self.dropout(out.last_hidden_state))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config)
+            loss = self.loss_function(logits, labels, self.config, num_items_in_batch=rest.get("num_items_in_batch"))
         made = TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
         return as_asked(made, return_dict, self.config)
 
@@ -187,7 +190,7 @@ class SubquadForCTC(SubquadPreTrainedModel):
     """
 
     main_input_name = "input_features"
-    # The loss is a mean over sequences: Trainer must not divide it by a number of tokens.
+    # As for classification: a mean over sequences.
     accepts_loss_kwargs = False
 
     def __init__(self, config: SubquadConfig) -> None:
@@ -212,8 +215,9 @@ class SubquadForCTC(SubquadPreTrainedModel):
     ) -> Any:
         """attention_mask (B, T): 0 = padding frames, at the end.
 
-        labels (B, U) without blanks; negative = padding. The loss is the mean over sequences of -log p(transcript),
-        each divided by the length of its transcript; a transcript that does not fit its frames counts as 0.
+        labels (B, U) without blanks; negative = padding, anywhere. The loss is the mean over sequences of
+        -log p(transcript), each divided by the length of its transcript; a transcript that does not fit its frames
+        counts as 0.
         """
         out = self.model(
             attention_mask=attention_mask,
@@ -246,6 +250,5 @@ class SubquadForCTC(SubquadPreTrainedModel):
             lengths = self.model.frame_mask(attention_mask.bool()).sum(-1)
         # In float32: products of many small probabilities.
         log_probs = F.log_softmax(logits, -1, dtype=torch.float32).transpose(0, 1)
-        return F.ctc_loss(
-            log_probs, labels.masked_fill(~real, 0), lengths, real.sum(-1), self.config.ctc_blank, zero_infinity=True
-        )
+        # One transcript after the other: wherever the padding stands it is left out.
+        return F.ctc_loss(log_probs, labels[real], lengths, real.sum(-1), self.config.ctc_blank, zero_infinity=True)

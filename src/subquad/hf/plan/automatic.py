@@ -33,7 +33,7 @@ from ...mechanisms import Mechanism
 from ...planning.cost import clock
 from ...state import state_bytes
 from ..conversion.attachment import attach, detach
-from ..conversion.capturing import capture, decodes_apart, evaluating, run, token_mask
+from ..conversion.capturing import by_sequence, capture, decodes_apart, evaluating, run
 from ..conversion.layers import AttentionLayer
 from ..conversion.placement import device_of
 from .candidates import AUTOMATIC, EXACT, checked_candidates
@@ -102,8 +102,7 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
     tokens that count: real ones, and of logits those with a label where the batch has labels."""
     found: list[tuple[str, Tensor, Tensor | None]] = []
     generates: Any = getattr(model, "can_generate", None)
-    decodes = decodes_apart(model)
-    predicts = generates is not None and generates() and not decodes
+    predicts = generates is not None and generates() and not decodes_apart(model)
     with evaluating(model):
         for batch in batches:
             out = run(model, batch)
@@ -123,7 +122,8 @@ def outputs(model: nn.Module, batches: Sequence[Any]) -> list[tuple[str, Tensor,
                     x = torch.stack([x, out["end_logits"]], 1)
             elif not isinstance(out, Tensor):
                 x = out[0]
-            found.append((kind, x.float(), _counted(token_mask(batch, x, decodes), batch, kind, x, predicts)))
+            x, real = by_sequence(model, batch, x)
+            found.append((kind, x.float(), _counted(real, batch, kind, x, predicts)))
     return found
 
 
