@@ -347,9 +347,10 @@ def keep(args: argparse.Namespace) -> None:
             line = starts[0]["command"].replace(str(args.out), "results/experiments").replace(str(args.data), "data")
             figures = ("status", "step", "parameters", "metrics", "artefacts")
             curve = [{k: v for k, v in row.items() if k not in ("kind", "seconds")} for row in found["valid"]]
+            timed = {name: x for name, x in kept.get(job.folder, {}).items() if name == "step_seconds"}
             kept[job.folder] = {
                 "command": line, "date": starts[-1]["date"], "machine": starts[-1]["machine"],
-                **{name: found[name] for name in figures}, "valid": curve,
+                **{name: found[name] for name in figures}, "valid": curve, **timed,
             }  # fmt: skip
             print(f"{job.folder}: {found['metrics']}", flush=True)
         paces = _step_seconds(args).get(one.name, {})
