@@ -113,10 +113,15 @@ def test_sheets_with_an_image_per_row(tmp_path: Path) -> None:
         ("train-images-idx3-ubyte", b"\0\0\x0d\3" + bytes(12), "type 0x0d, expected unsigned bytes"),
         ("train-images-idx3-ubyte", idx(np.zeros(5, np.uint8)), "expected \\(count, height, width\\)"),
         ("train-images-idx3-ubyte.gz", gzip.compress(bytes(99), mtime=0)[:-9], "truncated or of another type"),
+        (
+            "train-images-idx3-ubyte",
+            idx(np.zeros((2, 4, 0), np.uint8)),
+            r"holds 2 train images of the size \(4, 0, 1\)",
+        ),
         ("a.png", b"not a picture", "cannot be read as a picture"),
         ("notes.txt", b"hello", "holds no train images"),
     ],
-    ids=["short", "magic", "type", "dimensions", "gzip", "png", "other"],
+    ids=["short", "magic", "type", "dimensions", "gzip", "empty", "png", "other"],
 )
 def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)

@@ -193,6 +193,10 @@ def test_listops_files(tmp_path: Path) -> None:
     (tmp_path / "basic_val.tsv").write_text("[MAX 3 4 ]\n")
     with pytest.raises(DataError, match="line 1: expected an expression, a tab and a digit"):
         Listops(data=str(tmp_path)).examples("valid")
+    (tmp_path / "basic_val.tsv").write_text("] 3\t4\n")
+    _read_listops.cache_clear()
+    with pytest.raises(DataError, match="line 1: '] 3' closes a bracket that was not opened"):
+        Listops(data=str(tmp_path)).examples("valid")
 
 
 # -- documents --------------------------------------------------------------------------------------------------------

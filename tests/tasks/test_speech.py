@@ -53,7 +53,7 @@ def test_recordings_of_digits_are_strung_together_and_split_apart(tmp_path: Path
 def test_sentences_with_transcripts_are_letters(tmp_path: Path) -> None:
     for index in range(10):
         write_wav(tmp_path / f"{index}.wav", seconds=1.0)
-    (tmp_path / "transcripts.txt").write_text("".join(f"{i}.wav Ab  ba\n" for i in range(10)))
+    (tmp_path / "transcripts.txt").write_bytes(b"\xef\xbb\xbf" + b"".join(b"%d.wav\tAb  ba\n" % i for i in range(10)))
     task = Speech(data=str(tmp_path))
     assert task.units() == (" ", "a", "b")
     assert task.examples("train").item(0, torch.Generator())["symbols"].tolist() == [2, 3, 1, 3, 2]

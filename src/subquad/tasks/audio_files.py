@@ -105,14 +105,14 @@ def _folder(folder: str) -> tuple[Recording, ...]:
         except UnicodeDecodeError as error:
             raise DataError(f"{listing} is not UTF-8 ({error}); save it as that") from None
         for number, line in enumerate(lines, 1):
-            name, _, text = line.strip().partition(" ")
-            if not name:
+            if not line.strip():
                 continue
-            if not text.strip():
+            name, *words = line.split()
+            if not words:
                 raise DataError(f"{listing}, line {number}: {line!r}; expected a file name, a space and its words")
             if not (path / name).is_file():
                 raise DataError(f"{listing}, line {number}: {name!r} does not exist in {folder!r}")
-            found.append(Recording(path / name, " ".join(text.lower().split())))
+            found.append(Recording(path / name, " ".join(words).lower()))
         if not found:
             raise DataError(f"{listing} is empty; expected lines of a file name and its words")
         return tuple(found)

@@ -185,6 +185,8 @@ def read_images(folder: str, split: str) -> np.ndarray:
         raise DataError(f"data={folder!r} is not a folder; expected one with MNIST's idx files, CIFAR-10's or pictures")
     for reader in (_mnist, _cifar, _sheets, _pictures):
         images = reader(path, split)
+        if images is not None and not images[:1].size:
+            raise DataError(f"data={folder!r} holds {len(images)} {split} images of the size {images.shape[1:]}")
         if images is not None:
             return images
     raise DataError(

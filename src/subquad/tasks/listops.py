@@ -41,10 +41,10 @@ def evaluate(symbols: Sequence[str]) -> int:
         if symbol in OPERATORS:
             stack.append([symbol])
         elif symbol == "]":
-            operator, *values = stack.pop()
-            if not stack or not values:
+            closed = stack.pop()
+            if not stack or len(closed) < 2:
                 raise ValueError(f"{' '.join(symbols)!r:.80} closes a bracket that was not opened, or has no values")
-            stack[-1].append(_apply(operator, values))
+            stack[-1].append(_apply(closed[0], closed[1:]))
         else:
             stack[-1].append(int(symbol))
     if len(stack) != 1 or len(stack[0]) != 1:
