@@ -116,7 +116,7 @@ def test_sheets_with_an_image_per_row(tmp_path: Path) -> None:
         (
             "train-images-idx3-ubyte",
             idx(np.zeros((2, 4, 0), np.uint8)),
-            r"holds 2 train images of the size \(4, 0, 1\)",
+            r"2 train images of the size \(4, 0, 1\)",
         ),
         ("a.png", b"not a picture", "cannot be read as a picture"),
         ("notes.txt", b"hello", "holds no train images"),
